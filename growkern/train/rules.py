@@ -328,8 +328,8 @@ RULES = (
     Rule(
         "new layers",
         lambda x: x.step.new_layers_steps and not x.added,
-        "the growth at step {x.step.at_step}: new_layers_steps needs new layers above the old "
-        "ones, but {x.before} layers become {x.after} with depth={x.step.depth!r}",
+        "new_layers_steps needs new layers above the old ones, but {x.before} layers become "
+        "{x.after} with depth={x.step.depth!r}",
         "leave it out, or grow num_hidden_layers with depth='stack'",
     ),
     Rule(

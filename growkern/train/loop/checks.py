@@ -1,13 +1,13 @@
 """Checks what `TwoStageTrainer` is given before any work, by the rules of `growkern.train.rules`.
 
-Rules about settings and models have their facts in `check_together`, which trainers made in Python
-and run files share. The trainer of a run file asks again only for what nobody knew before.
+Rules about settings and models have their facts in `Beginning.together`, which Python and run files
+share. A trainer asks again only for what nobody knew before.
 """
 
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -33,7 +33,6 @@ from growkern.train.loop.growing import GrowthStep, check_order
 from growkern.train.loss import (
     InheritanceSchedule,
     LossOptions,
-    Taught,
     Teachers,
     TeachersOfSources,
     check_prediction,
@@ -65,83 +64,80 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 
 
 @dataclass(frozen=True)
-class TrainerSettings:
-    """The arguments of the trainer that Trainer does not have, see there.
+class Beginning:
+    """All that a trainer begins with: the arguments of `TwoStageTrainer`, see there.
 
-    Those of a run file were checked before, and `planned` are its growths; else it is None.
+    Python gives them, or a run file: there models have no weights until all is checked. `planned`
+    are the growths of a run file; None: they are not planned yet.
     """
 
+    model: Any
+    args: TrainingArguments
+    options: dict[str, Any]
     two_stage: TwoStageConfig | None
     inheritance: InheritanceSchedule | None
-    teacher: Any
-    teacher_tokenizer: Any
     loss: LossOptions | None
     optimizer: OptimizerChoice
     optimizer_options: OptimizerOptions | None
     growth: Sequence[GrowthStep]
     precision: str | None
     steps: StepOptions
+    teacher: Any = None
+    teacher_tokenizer: Any = None
     planned: Sequence[GrowthPlan] | None = None
 
+    def optimizers(self) -> OptimizerMaker:
+        """What makes the optimizer of each model of the run."""
+        own, grows = self.optimizer_options, bool(self.growth)
+        return OptimizerMaker(self.optimizer, own, self.args, self.options, grows=grows)
 
-def check_settings(
-    settings: TrainerSettings, model: Any, args: TrainingArguments, options: dict[str, Any]
-) -> None:
-    """Refuse settings of a trainer made in Python; those of a run file are checked in `resolve`."""
-    check_kinds(model, settings)
-    check_switches()
-    check_trained_model(model)
-    growth, data = settings.growth, options.get("train_dataset")
-    teachers = check_teachers(settings.inheritance, settings.teacher)
-    check_choice(settings.optimizer, settings.optimizer_options)
-    facts = {"sharded": is_sharded(model), "has_length": has_length(data)}
-    check_together(settings, model, teachers, args, options, **facts)
-    if growth:
-        check_order(growth, args.max_steps)
+    def checked(self) -> "Beginning":
+        """The same, if Python may begin with it; see `together` for the rest of the checks."""
+        model, growth = self.model, self.growth
+        check_kinds(self)
+        check_switches()
+        check_trained_model(model)
+        teachers = check_teachers(self.inheritance, self.teacher)
+        check_choice(self.optimizer, self.optimizer_options)
+        has_a_length = has_length(self.options.get("train_dataset"))
+        made = self.together(teachers, sharded=is_sharded(model), has_length=has_a_length)
+        if growth:
+            check_order(growth, self.args.max_steps)
+        return made
 
+    def together(
+        self, teachers: Sequence[Any] | None, *, sharded: bool, has_length: bool
+    ) -> "Beginning":
+        """The same with its precision, if settings, models and arguments of Trainer fit each other.
 
-def check_together(
-    settings: TrainerSettings,
-    model: Any,
-    teachers: Sequence[Any] | None,
-    args: TrainingArguments,
-    options: dict[str, Any],
-    *,
-    sharded: bool,
-    has_length: bool,
-) -> None:
-    """Refuse settings that do not fit each other, the models or the arguments of Trainer.
+        Python comes here with its models, a run file with models on the meta device, before their
+        weights are read. So a rule about both has its facts here alone.
 
-    A trainer made in Python comes here with its models, a run file with models on the meta device,
-    before their weights are read. So a rule about both has its facts here alone.
-
-    Args:
-        teachers: that run, maybe none; None for one that is known by its likeliest tokens.
-        sharded: whether every process holds a part of each parameter.
-        has_length: whether the training data has a length.
-    """
-    check_arguments(args, options)
-    two_stage, growth = settings.two_stage, settings.growth
-    check(
-        "trained model",
-        cached=teachers is None,
-        two_stacks=is_two_stacks(model),
-    )
-    check_objectives(teachers or (), model)
-    check("stages", two_stage=two_stage, has_length=has_length)
-    if two_stage is not None:
-        check("block", two_stage=two_stage, layers=model_depth(layer_stacks(model)))
-        check("growth in stage 1", growth=growth, stage1_steps=two_stage.stage1_steps)
-    check_optimizer(settings.optimizer, args, options, sharded=sharded)
-    if growth:
-        check_growths(growth, args, options, model)
-    own = settings.optimizer_options
-    OptimizerMaker(settings.optimizer, own, args, options, grows=bool(growth)).check(model)
+        Args:
+            teachers: that run, maybe none; None for one that is known by its likeliest tokens.
+            sharded: whether every process holds a part of each parameter.
+            has_length: whether the training data has a length.
+        """
+        args, options, model = self.args, self.options, self.model
+        check_arguments(args, options)
+        two_stage, growth = self.two_stage, self.growth
+        check("trained model", cached=teachers is None, two_stacks=is_two_stacks(model))
+        check_objectives(teachers or (), model)
+        check("stages", two_stage=two_stage, has_length=has_length)
+        if two_stage is not None:
+            check("block", two_stage=two_stage, layers=model_depth(layer_stacks(model)))
+            check("growth in stage 1", growth=growth, stage1_steps=two_stage.stage1_steps)
+        check_optimizer(self.optimizer, args, options, sharded=sharded)
+        if growth:
+            check_growths(growth, args, options, model)
+        self.optimizers().check(model)
+        return replace(self, precision=choose_precision(args, self.precision))
 
 
-def check_kinds(model: Any, settings: TrainerSettings) -> None:
+def check_kinds(settings: Beginning) -> None:
     """Refuse arguments of `TwoStageTrainer` of another kind."""
-    check_kind("model", model, nn.Module, "a model of transformers, as from_pretrained loads it")
+    wanted = "a model of transformers, as from_pretrained loads it"
+    check_kind("model", settings.model, nn.Module, wanted)
     for name, kind in OPTIONS.items():
         if (value := getattr(settings, name)) is not None:
             check_kind(name, value, kind, f"growkern.{kind.__name__}")
@@ -184,7 +180,8 @@ def check_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> lis
     given = list(teacher.values()) if by_source else as_list(teacher)
     models = given if runs and teacher is not None else []
     number = len(given) if runs else None
-    check("teachers", Taught(inheritance, teacher is not None, by_source, number))
+    facts = {"given": teacher is not None, "by_source": by_source, "number": number}
+    check("teachers", inheritance=inheritance, **facts)
     for model in models:
         if not isinstance(model, nn.Module):
             raise GrowthError(
@@ -231,18 +228,12 @@ def _start(model: Any) -> tuple[int, int]:
 
 
 def check_growths(
-    growth: Sequence[GrowthStep],
-    args: TrainingArguments,
-    options: dict[str, Any],
-    model: Any = None,
+    growth: Sequence[GrowthStep], args: TrainingArguments, options: dict[str, Any], model: Any
 ) -> None:
-    """Refuse growths inside a run that the arguments or a loaded model rule out."""
-    facts: dict[str, Any] = {"frozen": None, "foreign": False}
-    if model is not None:
-        frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
-        is_foreign = is_sharded(model) and not hasattr(model, "distributed_options")
-        facts = {"frozen": next(frozen, None), "foreign": is_foreign}
-    facts["optim"] = OptimizerNames(args.optim).value
+    """Refuse growths inside a run that the arguments or the model rule out."""
+    frozen = next((name for name, p in model.named_parameters() if not p.requires_grad), None)
+    foreign = is_sharded(model) and not hasattr(model, "distributed_options")
+    facts = {"frozen": frozen, "foreign": foreign, "optim": OptimizerNames(args.optim).value}
     check("growth in a run", growth=growth, args=args, options=options, **facts)
 
 
@@ -311,13 +302,9 @@ def length_of_run(trainer: Trainer) -> tuple[int, int]:
     return per_epoch, steps
 
 
-def check_step_numbers(
-    trainer: Trainer,
-    two_stage: TwoStageConfig | None,
-    inheritance: InheritanceSchedule | None,
-    rewarm_steps: int,
-) -> None:
+def check_step_numbers(trainer: Any) -> None:
     """Refuse step numbers that the run does not reach."""
+    two_stage, inheritance = trainer.two_stage, trainer.inheritance
     args, steps = trainer.args, trainer.args.max_steps
     if steps <= 0:
         if trainer.train_dataset is None or not has_length(trainer.train_dataset):
@@ -326,7 +313,7 @@ def check_step_numbers(
     numbers = {
         "two_stage.stage1_steps": two_stage.stage1_steps if two_stage else None,
         "inheritance end_step": inheritance.end_step if inheritance else None,
-        "optimizer.rewarm_steps": rewarm_steps,
+        "optimizer.rewarm_steps": trainer.optimizers.own.rewarm_steps,
         "warmup_steps": args.get_warmup_steps(steps),
         "eval_delay": args.eval_delay if args.eval_strategy == "steps" else None,
     }

@@ -147,13 +147,12 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         check_steps(end - start, alone, "steps to the next growth or the end of the run")
 
 
-def check_new_layers(growth: Sequence[GrowthStep], sizes: Sequence[ModelSize]) -> None:
-    """Check that growths whose new layers train alone add some, for the sizes after each."""
-    for step, size in zip(growth, sizes, strict=True):
-        old, new = zip(*layers_around(size), strict=True)
-        before, after = (" and ".join(map(str, layers)) for layers in (old, new))
-        facts = {"added": old != new and are_above(size), "before": before, "after": after}
-        check_rules("new layers", step=step, **facts)
+def _check_new_layers(step: GrowthStep, size: ModelSize) -> None:
+    """Check that a growth whose new layers train alone adds some."""
+    old, new = zip(*layers_around(size), strict=True)
+    before, after = (" and ".join(map(str, layers)) for layers in (old, new))
+    facts = {"added": old != new and are_above(size), "before": before, "after": after}
+    check_rules("new layers", step=step, **facts)
 
 
 def are_above(size: ModelSize) -> bool:
@@ -284,6 +283,7 @@ def _plan_of_config(
         if not uses(made)["depth"][0]:
             # nobody chose the depth that growths in a run have
             made = replace(made, options=replace(made.options, depth=DEFAULT_DEPTH))
+        _check_new_layers(growth, ModelSize(made.target_config, made))
     else:
         made = with_source(planned, source, dtype)
     model = on_meta(made.large.class_name, made.target_config, dtype)

@@ -22,7 +22,7 @@ from growkern.growth.history import GROWN_KEY
 from growkern.train.distributed import Shards, is_sharded, prime
 from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.checks import (
-    TrainerSettings,
+    Beginning,
     check_accelerator,
     check_step_numbers,
     choose_teachers,
@@ -30,7 +30,7 @@ from growkern.train.loop.checks import (
     stages_in_steps,
 )
 from growkern.train.loop.display import use_own_displays
-from growkern.train.loop.growing import Former, GrowthInRun, check_new_layers
+from growkern.train.loop.growing import Former, GrowthInRun
 from growkern.train.loop.meter import Meter, memory_and_peak
 from growkern.train.loop.objective import Objective, add_up
 from growkern.train.loss import (
@@ -56,32 +56,24 @@ from growkern.train.safety import (
 HALF = (torch.bfloat16, torch.float16)
 
 
-def prepare(
-    settings: TrainerSettings, model: Any, args: TrainingArguments, options: dict[str, Any]
-) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards]:
-    """Make what a trainer needs before Trainer is made, and check the teachers.
+def prepare(run: Beginning) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards]:
+    """Make what a trainer needs before Trainer is made, and compare its model with the teachers.
 
-    Args:
-        model: in training. Its weights may get another dtype.
-        args: of the trainer; changed where a run needs it.
+    The arguments are changed where a run needs it, and the weights may get another dtype.
     """
-    two_stage, growth = settings.two_stage is not None, settings.growth
-    set_arguments(args, in_parts=two_stage or any(step.new_layers_steps for step in growth))
-    loss = (settings.loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
-    teachers = choose_teachers(settings.inheritance, settings.teacher)
-    own = settings.optimizer_options
-    optimizers = OptimizerMaker(settings.optimizer, own, args, options, grows=bool(growth))
-    tokenizer = options.get("processing_class")
-    objective = Objective(
-        model, loss, settings.inheritance, teachers, tokenizer, in_stages=two_stage
-    )
-    if settings.planned is None:
-        teachers.check_objective(objective.causal)
-        teachers.compare(model, tokenizer, settings.teacher_tokenizer)
+    model, args, two_stage = run.model, run.args, run.two_stage is not None
+    set_arguments(args, in_parts=two_stage or any(step.new_layers_steps for step in run.growth))
+    loss = (run.loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
+    teachers = choose_teachers(run.inheritance, run.teacher)
+    tokenizer = run.options.get("processing_class")
+    objective = Objective(model, loss, run.inheritance, teachers, tokenizer, in_stages=two_stage)
+    teachers.check_objective(objective.causal)
+    teachers.compare(model, tokenizer, run.teacher_tokenizer)
+    optimizers = run.optimizers()
     take_model(objective, optimizers, model)
     teachers.place(model, args.device)
-    set_precision(model, args, str(settings.precision))
-    return objective, optimizers, GrowthInRun(growth, model), Shards(model, teachers.models)
+    set_precision(model, args, str(run.precision))
+    return objective, optimizers, GrowthInRun(run.growth, model), Shards(model, teachers.models)
 
 
 def take_model(objective: Objective, optimizers: OptimizerMaker, model: Any) -> None:
@@ -91,7 +83,7 @@ def take_model(objective: Objective, optimizers: OptimizerMaker, model: Any) -> 
 
 
 def make_collaborators(
-    trainer: Any, settings: TrainerSettings
+    trainer: Any, run: Beginning
 ) -> tuple[LabelledSteps, Meter, Stops, Saver, StepWatch]:
     """Make the other collaborators, and check what Trainer knows by now.
 
@@ -102,20 +94,17 @@ def make_collaborators(
     accelerator, args, objective = trainer.accelerator, trainer.args, trainer.objective
     check_accelerator(accelerator)
     set_labels(trainer, objective)
-    trainer.growths.plan(trainer.model, objective.check_size, settings.planned)
+    trainer.growths.plan(trainer.model, objective.check_size, run.planned)
     kind = {"causal": objective.causal, "decoder": objective.decoder}
     stops = Stops(accelerator)
     saver = Saver(args, accelerator, stops)
-    steps = StepWatch(settings.steps, accelerator, stops, saver)
+    steps = StepWatch(run.steps, accelerator, stops, saver)
     meter = Meter(partial(add_up, accelerator))
     # the data loader of the run counts its rows
     trainer.batches = Batches(accelerator, objective.loss.columns, **kind)
     length = partial(length_of_run, trainer)
-    trainer.two_stage = stages = stages_in_steps(settings.two_stage, settings.growth, length)
-    if settings.planned is None:
-        check_new_layers(settings.growth, trainer.growths.sizes[1:])
-        rewarm_steps = trainer.optimizers.own.rewarm_steps
-        check_step_numbers(trainer, stages, settings.inheritance, rewarm_steps)
+    trainer.two_stage = stages_in_steps(run.two_stage, run.growth, length)
+    check_step_numbers(trainer)
     sent, check_labels = are_sent(trainer.train_dataset, accelerator), trainer.batches.check_labels
     own = objective.teachers.collator(trainer.data_collator, sent=sent)
     without = trainer._get_collator_with_removed_columns

@@ -27,7 +27,8 @@ from growkern.errors import GrowthError, without_bars
 from growkern.growth.optimizer import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed import without_shared
-from growkern.train.loop import checks, setup
+from growkern.train.loop import setup
+from growkern.train.loop.checks import Beginning
 from growkern.train.loop.growing import GrowthStep, complete_directory
 from growkern.train.loop.setup import make_collaborators, prepare
 from growkern.train.loss import (
@@ -146,38 +147,28 @@ class TwoStageTrainer(Trainer):
         save_minutes: float = 0.0,
         **options: Any,
     ) -> None:
-        # a run sets some of them, and the caller may use them for another run
-        args = copy.copy(args or TrainingArguments())
         names_own = type(self).get_optimizer_cls_and_kwargs
         if optimizer == "auto" and names_own is not Trainer.get_optimizer_cls_and_kwargs:
             # whatever it returns: its settings could not be handed on to GrowthAdamW
             optimizer = "adamw"
-        settings = checks.TrainerSettings(
-            *(two_stage, inheritance, teacher, teacher_tokenizer, loss, optimizer),
+        run = Beginning(
+            *(model, args or TrainingArguments(), options, two_stage, inheritance, loss, optimizer),
             *(optimizer_options, growth, precision, StepOptions(on_nonfinite, save_minutes)),
+            *(teacher, teacher_tokenizer),
         )
-        checks.check_settings(settings, model, args, options)
-        precision = checks.choose_precision(args, precision)
-        self._begin(replace(settings, precision=precision), model, args, options)
+        self._begin(run.checked())
 
-    def _begin(
-        self,
-        settings: checks.TrainerSettings,
-        model: Any,
-        args: TrainingArguments,
-        options: dict[str, Any],
-    ) -> None:
-        early = prepare(settings, model, args, options)
-        self.objective, self.optimizers, self.growths, self.shards = early
-        self.two_stage, self.inheritance = settings.two_stage, settings.inheritance
-        self.precision = settings.precision
-        self.loss = self.objective.loss
+    def _begin(self, run: Beginning) -> None:
+        # a run sets some of the arguments, and the caller may use them for another run
+        run = replace(run, args=copy.copy(run.args))
+        self.objective, self.optimizers, self.growths, self.shards = prepare(run)
+        self.two_stage, self.inheritance = run.two_stage, run.inheritance
+        self.precision, self.loss = run.precision, self.objective.loss
         # Trainer switches the cache off; here each forward pass does that for itself
-        with setting(model.config, "use_cache", False):
-            super().__init__(model=model, args=args, **options)
-        self.labelled, self.meter, self.stops, self.saver, self.steps = make_collaborators(
-            self, settings
-        )
+        with setting(run.model.config, "use_cache", False):
+            super().__init__(model=run.model, args=run.args, **run.options)
+        made = make_collaborators(self, run)
+        self.labelled, self.meter, self.stops, self.saver, self.steps = made
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""
@@ -540,10 +531,8 @@ class TwoStageTrainer(Trainer):
         return flops
 
 
-def trainer_of_run(
-    settings: checks.TrainerSettings, model: Any, args: TrainingArguments, **options: Any
-) -> TwoStageTrainer:
+def trainer_of_run(run: Beginning) -> TwoStageTrainer:
     """The trainer of a run file. All of it was checked when the file was resolved."""
     trainer = TwoStageTrainer.__new__(TwoStageTrainer)
-    trainer._begin(settings, model, copy.copy(args), options)
+    trainer._begin(run)
     return trainer

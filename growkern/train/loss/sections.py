@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from growkern.arguments import SHARE, Limit, check_fields
 from growkern.errors import GrowthError
@@ -131,12 +131,3 @@ class InheritanceSchedule:
     def arguments(self) -> dict[str, Any]:
         """The arguments of the losses that say how student and teachers are compared."""
         return {name: getattr(self, name) for name in KL_OPTIONS}
-
-
-class Taught(NamedTuple):
-    """What rules ask of the teachers of a run, which a run file names and Python code holds."""
-
-    inheritance: InheritanceSchedule | None
-    given: bool
-    by_source: bool  # whether each teaches the rows of one source
-    number: int | None  # of those that run; None for one that is known by its likeliest tokens

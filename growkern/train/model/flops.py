@@ -29,7 +29,7 @@ and of FlashAttention's backward pass are not counted.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -57,30 +57,20 @@ class ModelCost:
     ) -> None:
         head = model.get_output_embeddings()
         self._row = 0 if head is None else 2 * head.weight.numel()
-        uses = _uses_per_token(model, stacks)
-        uses.rows.pop(head, None)
-        linear = [[_linear_flops(layer, uses.rows) for layer in stack] for stack in stacks]
-        self._of_encoder = [
-            [_linear_flops(layer, uses.of_encoder) for layer in stack] for stack in stacks
-        ]
-        self._per_sequence = _linear_flops(model, uses.per_sequence)
-        first = {layer: uses.at_input.get(layer, {}) for stack in stacks for layer in stack}
-        self._at_input = [
-            [_linear_flops(layer, first[layer]) for layer in stack] for stack in stacks
-        ]
-        self._output_is_bare = uses.output_is_bare
-        # a decoder beside an encoder
-        self._crosses = [any(layer in uses.crosses for layer in stack) for stack in stacks]
-        outside = _linear_flops(model, uses.rows) - sum(map(sum, linear))
-        self._before = _linear_flops(model, uses.before) if stacks else 0.0
-        self._after = outside - self._before
+        seen = _Uses(model, stacks)
+        uses = seen.rows
+        uses["all"].pop(head, None)
         config = model.config.get_text_config()
-        states = [_state_flops(config, stack) for stack in stacks]
-        self._attends = [[state is None for state in stack] for stack in states]
-        self._layers = [
-            [flops + (state or 0) for flops, state in zip(*both, strict=True)]
-            for both in zip(linear, states, strict=True)
+        # with each stack, whether it attends to the output of an encoder too
+        self._stacks = [
+            (any(layer in seen.crosses for layer in stack), _layer_costs(stack, config, uses))
+            for stack in stacks
         ]
+        self._per_sequence = _linear_flops(model, uses["sequence"])
+        self._output_is_bare = seen.output_is_bare
+        self._before = _linear_flops(model, uses["before"]) if stacks else 0.0
+        inside = sum(layer.linear for _, layers in self._stacks for layer in layers)
+        self._after = _linear_flops(model, uses["all"]) - inside - self._before
         # 0 where no layer attends to tokens
         heads = getattr(config, "num_attention_heads", 0)
         head_dim = _head_dim(config) or config.hidden_size // max(heads, 1)
@@ -102,10 +92,7 @@ class ModelCost:
     ) -> float:
         """FLOPs of one forward pass of all layers without the output projection. (1)
 
-        Args:
-            pairs: pairs of tokens of the same sequence, if several are packed into a row; else
-                None.
-            decoder_length: tokens per row of a decoder beside an encoder; None takes `length`.
+        `TokenCounts.of_rows` has the meanings of the arguments.
         """
         return self.forward_of(TokenCounts.of_rows(batch, length, pairs, decoder_length))
 
@@ -114,7 +101,8 @@ class ModelCost:
         outside = sizes.tokens * (self._before + self._after) + self._outside_attentions * (
             self._pairs(sizes) * self._attention
         )
-        return self._layer_flops(sizes) + outside + sizes.sequences * self._per_sequence
+        inside = sum(self._of_layers(sizes, *stack) for stack in self._stacks)
+        return inside + outside + sizes.sequences * self._per_sequence
 
     def train(
         self,
@@ -127,9 +115,7 @@ class ModelCost:
     ) -> float:
         """FLOPs of one forward and backward pass without the output projection. (1), (2)
 
-        Args:
-            part: layers that run; the lower ones of these run forward only. None trains all.
-            pairs, decoder_length: as in `forward`.
+        `part` are the layers that run; the lower ones of these run forward only. None trains all.
         """
         return self.train_of(TokenCounts.of_rows(batch, length, pairs, decoder_length), part)
 
@@ -137,28 +123,25 @@ class ModelCost:
         """As `train`, of a batch whose rows may be unequal."""
         if part is None:
             return 3 * self.forward_of(sizes)
-        of_stacks = part.of(self._layers)
-        frozen = self._layer_flops(sizes, [below for _, below in of_stacks])
-        trained = self._layer_flops(sizes, [n for n, _ in of_stacks]) - frozen
-        once = 3 * sizes.sequences * self._per_sequence
+        of_stacks = part.of([layers for _, layers in self._stacks])
         # the stacks whose lowest trained layer passes no gradient on to what it reads
         ends = [below > 0 or part.embeddings == "frozen" for _, below in of_stacks]
-        saved = sum(
-            self._tokens(sizes, crosses) * stack[below]
-            for stack, (n, below), crosses, is_end in zip(
-                self._at_input, of_stacks, self._crosses, ends, strict=True
-            )
-            if is_end and below < n
-        )
-        if self._output_is_bare and any(below == n for n, below in of_stacks):
-            # keys and values that are made of the output of a frozen encoder pass nothing on
-            saved += sum(
-                sizes.tokens * sum(stack[below:n])
-                for stack, (n, below) in zip(self._of_encoder, of_stacks, strict=True)
-            )
         before = 1 if all(ends) else 3
-        outside = sizes.tokens * (before * self._before + 3 * self._after)
-        return frozen + once + 3 * trained + outside - saved
+        flops = sizes.tokens * (before * self._before + 3 * self._after)
+        flops += 3 * sizes.sequences * self._per_sequence
+        # keys and values that are made of the output of a frozen encoder pass nothing on
+        is_bare = self._output_is_bare and any(below == n for n, below in of_stacks)
+        for (crosses, layers), (n, below), is_end in zip(
+            self._stacks, of_stacks, ends, strict=True
+        ):
+            trained = layers[below:n]
+            flops += self._of_layers(sizes, crosses, layers[:below])
+            flops += 3 * self._of_layers(sizes, crosses, trained)
+            if is_end and trained:
+                flops -= self._tokens(sizes, crosses) * trained[0].first
+            if is_bare:
+                flops -= sizes.tokens * sum(layer.outer for layer in trained)
+        return flops
 
     def head_row(self, *, train: bool) -> float:
         """FLOPs of the output projection for one row."""
@@ -170,17 +153,16 @@ class ModelCost:
     def _tokens(self, sizes: "TokenCounts", crosses: bool) -> int:
         return sizes.decoder_tokens if crosses else sizes.tokens
 
-    def _layer_flops(self, sizes: "TokenCounts", depths: Sequence[int] | None = None) -> float:
-        """Of the bottom layers of each stack; None: of all layers."""
-        total, depths = 0.0, [len(stack) for stack in self._layers] if depths is None else depths
-        for layers, of_encoder, attends, crosses, depth in zip(
-            self._layers, self._of_encoder, self._attends, self._crosses, depths, strict=True
-        ):
-            linear, outer, count = (sum(x[:depth]) for x in (layers, of_encoder, attends))
-            pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else self._pairs(sizes)
-            total += self._tokens(sizes, crosses) * (linear - outer) + sizes.tokens * outer
-            total += count * pairs * self._attention
-        return total
+    def _of_layers(
+        self, sizes: "TokenCounts", crosses: bool, layers: "Sequence[_LayerCost]"
+    ) -> float:
+        """Of a forward pass of layers of one stack."""
+        tokens, flops = self._tokens(sizes, crosses), 0.0
+        pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else self._pairs(sizes)
+        for layer in layers:
+            flops += tokens * (layer.linear - layer.outer) + sizes.tokens * layer.outer
+            flops += pairs * self._attention if layer.state is None else tokens * layer.state
+        return flops
 
 
 class TokenCounts(NamedTuple):
@@ -201,7 +183,12 @@ class TokenCounts(NamedTuple):
     def of_rows(
         cls, batch: int, length: int, apart: int | None, decoder_length: int | None
     ) -> "TokenCounts":
-        """The sizes of equal rows; `decoder_length` None takes `length`."""
+        """The counts of equal rows.
+
+        Args:
+            apart: pairs of tokens of the same sequence, if several are packed into a row.
+            decoder_length: tokens per row of a decoder beside an encoder; None takes `length`.
+        """
         decoder_length = length if decoder_length is None else decoder_length
         return cls(
             sequences=batch,
@@ -214,16 +201,25 @@ class TokenCounts(NamedTuple):
         )
 
 
-class _Uses(NamedTuple):
-    """How many rows each linear map of a model gets per input token."""
+class _LayerCost(NamedTuple):
+    """The FLOPs per token of a layer."""
 
-    rows: dict[nn.Module, float]  # in all
-    before: dict[nn.Module, float]  # of the maps that run before the first layer
-    at_input: dict[nn.Module, dict[nn.Module, float]]  # by layer: maps that read its input directly
-    crosses: set[nn.Module]  # layers that attend to the output of an encoder too
-    of_encoder: dict[nn.Module, float]  # of the maps of these that read that output
-    per_sequence: dict[nn.Module, float]  # of maps that run once per sequence, rows per sequence
-    output_is_bare: bool  # whether the last layer of an encoder gives its output, and not a norm
+    linear: float  # of its linear maps
+    first: float  # of those that read its input directly
+    outer: float  # of those that read the output of an encoder
+    state: int | None  # of its convolution and its state; None: it attends to tokens
+
+
+def _layer_costs(stack: nn.ModuleList, config: Any, uses: Mapping[str, Any]) -> list[_LayerCost]:
+    return [
+        _LayerCost(
+            _linear_flops(layer, uses["all"]),
+            _linear_flops(layer, uses["first"]),
+            _linear_flops(layer, uses["outer"]),
+            _state_flops(config, layer, number),
+        )
+        for number, layer in enumerate(stack)
+    ]
 
 
 def _head_dim(config: Any) -> float | None:
@@ -239,16 +235,13 @@ def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
     return sum(2 * uses.get(linear, 0) * _weights(linear) for linear in _linears(module))
 
 
-def _state_flops(config: Any, layers: nn.ModuleList) -> list[int | None]:
-    """Of every layer: the FLOPs per token of its convolution and its state; None: it attends."""
+def _state_flops(config: Any, layer: nn.Module, number: int) -> int | None:
+    """The FLOPs per token of a layer's convolution and its state; None: it attends."""
     if config.model_type not in supported_families():
-        return [None] * len(layers)
-    flops: list[int | None] = []
-    for number, layer in enumerate(layers):
-        products = load_family(config.model_type).state_products(config, number)
-        weights = sum(m.weight.numel() for m in layer.modules() if isinstance(m, _ConvNd))
-        flops.append(None if products is None else 2 * (products + weights))
-    return flops
+        return None
+    products = load_family(config.model_type).state_products(config, number)
+    weights = sum(m.weight.numel() for m in layer.modules() if isinstance(m, _ConvNd))
+    return None if products is None else 2 * (products + weights)
 
 
 def _linears(module: nn.Module) -> list[Any]:
@@ -279,66 +272,66 @@ def _weights(module: Any) -> int:
     return sum(p[0].numel() for p in module.parameters(recurse=False) if p.ndim == 3)
 
 
-def _uses(linear: nn.Module, args: Any) -> int:
-    """How many rows a linear map gets, or all experts together."""
-    # experts take their inputs, and the numbers of those that are chosen for each; experts that all
-    # run for all tokens take their inputs alone
-    is_routed = is_experts(linear) and len(args) > 1
-    return int(args[1].numel()) if is_routed else math.prod(args[0].shape[:-1])
+class _Uses:
+    """How many rows each linear map of a model gets per input token, seen in a tiny forward pass.
 
+    Attributes:
+        rows: of "all" maps, and of some kinds of them: those "before" the first layer, the "first"
+            of a layer, which read its input directly, and its "outer" ones, which read the output
+            of an encoder. Those of "sequence" run once per sequence, and their rows are per one.
+        crosses: layers that attend to the output of an encoder too.
+        output_is_bare: whether the last layer of an encoder gives its output, and not a norm.
+    """
 
-def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
-    rows: dict[nn.Module, float] = defaultdict(float)
-    before: dict[nn.Module, float] = defaultdict(float)
-    at_input: dict[nn.Module, dict[nn.Module, float]] = {}
-    entered: list[tuple[nn.Module, Tensor]] = []
-    beside: list[Any] = []  # what the current layer gets besides its input
-    crosses: set[nn.Module] = set()
-    of_encoder: dict[nn.Module, float] = defaultdict(float)
-    per_sequence: dict[nn.Module, float] = {}
-    left: list[Any] = []  # the output of the layer that ran last
-    bare: list[bool] = []
-    inputs = probe_inputs(model)
-    tokens = inputs[model.main_input_name].numel()
-    # as the current layer gets them: Longformer fills up its windows
-    given = tokens
+    def __init__(self, model: Any, stacks: Sequence[nn.ModuleList]) -> None:
+        self.rows: dict[str, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+        self.crosses: set[nn.Module] = set()
+        self.output_is_bare = False
+        # the current layer and its input, what it gets besides, and the output of the last layer
+        self._entered: tuple[nn.Module, Tensor] | None = None
+        self._beside: list[Any] = []
+        self._left: Any = None
+        inputs = probe_inputs(model)
+        self._ids = inputs[model.main_input_name]
+        # tokens as the current layer gets them: Longformer fills up its windows
+        self._given = self._ids.numel()
+        hooks = [linear.register_forward_hook(self._count) for linear in _linears(model)]
+        for layer in (layer for stack in stacks for layer in stack):
+            hooks.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(self._leave))
+        try:
+            with probing(model):
+                model(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def leave(layer: nn.Module, args: Any, output: Any) -> None:
-        nonlocal given
-        given = tokens
-        left[:] = output[:1] if isinstance(output, tuple) else [output]
+    def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        first = args[0] if args else kwargs["hidden_states"]
+        self._entered, self._given = (layer, first), math.prod(first.shape[-3:-1])
+        self._beside = [x for x in (*args, *kwargs.values()) if x is not first]
+        last = self._left
+        self.output_is_bare |= last is not None and any(x is last for x in self._beside)
 
-    def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal given
-        entered.append((layer, args[0] if args else kwargs["hidden_states"]))
-        given = math.prod(entered[-1][1].shape[-3:-1])
-        beside[:] = [x for x in (*args, *kwargs.values()) if x is not entered[-1][1]]
-        bare.append(any(x is y for x in beside for y in left))
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self._given = self._ids.numel()
+        self._left = output[0] if isinstance(output, tuple) else output
 
-    def count(linear: nn.Module, args: Any, output: Any) -> None:
-        uses = _uses(linear, args) / given
+    def _count(self, linear: nn.Module, args: Any, output: Any) -> None:
+        # experts take their inputs, and the numbers of those that are chosen for each; experts that
+        # all run for all tokens take their inputs alone
+        is_routed = is_experts(linear) and len(args) > 1
+        uses = (args[1].numel() if is_routed else math.prod(args[0].shape[:-1])) / self._given
         is_pooled = isinstance(linear, nn.Linear | Conv1D) and args[0].ndim == 2
-        if is_pooled and len(args[0]) == len(inputs[model.main_input_name]):
-            per_sequence[linear] = per_sequence.get(linear, 0) + 1
+        if is_pooled and len(args[0]) == len(self._ids):
+            self.rows["sequence"][linear] += 1
             return
-        rows[linear] += uses
-        if not entered:
-            before[linear] += uses
-        elif args[0] is entered[-1][1]:
-            at_input.setdefault(entered[-1][0], defaultdict(float))[linear] += uses
-        elif any(args[0] is x for x in beside):
+        self.rows["all"][linear] += uses
+        if self._entered is None:
+            self.rows["before"][linear] += uses
+        elif args[0] is self._entered[1]:
+            self.rows["first"][linear] += uses
+        elif any(args[0] is x for x in self._beside):
             # the keys and values of an attention over the output of the encoder
-            crosses.add(entered[-1][0])
-            of_encoder[linear] += uses
-
-    hooks = [linear.register_forward_hook(count) for linear in _linears(model)]
-    for layer in (layer for stack in stacks for layer in stack):
-        hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.append(layer.register_forward_hook(leave))
-    try:
-        with probing(model):
-            model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return _Uses(rows, before, at_input, crosses, of_encoder, per_sequence, any(bare))
+            self.crosses.add(self._entered[0])
+            self.rows["outer"][linear] += uses

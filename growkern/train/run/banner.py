@@ -46,7 +46,7 @@ def _describe_precision(run: ResolvedRun) -> str:
 
 def _describe_device(run: ResolvedRun) -> str:
     """The device of a process, the number of processes, and how they share the model."""
-    device, processes = run.arguments.device, run.arguments.world_size
+    device, processes = run.trainer.args.device, run.trainer.args.world_size
     name = str(device)
     if device.type == "cuda":
         name = f"{device.type} ({torch.cuda.get_device_name(device)})"
@@ -89,7 +89,7 @@ def _describe_growths(settings: Run, done: int) -> str:
 
 def _describe_logs(run: ResolvedRun) -> str:
     """How often the run logs, and where."""
-    others = "".join(f" and {name}" for name in run.arguments.report_to)
+    others = "".join(f" and {name}" for name in run.trainer.args.report_to)
     every = run.settings.training.log_every
     return f"every {every} steps; all values go to trainer_state.json of each checkpoint{others}"
 

@@ -57,7 +57,7 @@ from growkern.ops.loss import LABEL_OPTIONS
 from growkern.train.dataset import MOST, DataSection
 from growkern.train.distributed import DistributedOptions
 from growkern.train.loop import GrowthStep, check_order
-from growkern.train.loss import InheritanceSchedule, LossOptions, Taught
+from growkern.train.loss import InheritanceSchedule, LossOptions
 from growkern.train.model import ModelSection, TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
 from growkern.train.rules import check
@@ -491,11 +491,14 @@ class Run:
             check_order(self.growths, self.training.steps)
         check_choice(self.training.optimizer, self.optimizer)
         check("run", self)
-        teacher, number = self.teacher, None
-        if teacher is not None and teacher.is_model:
-            number = len(teacher.directories)
-        by_source = bool(teacher and teacher.names)
-        check("teachers", Taught(self.inheritance, teacher is not None, by_source, number))
+        teacher = self.teacher
+        check(
+            "teachers",
+            inheritance=self.inheritance,
+            given=teacher is not None,
+            by_source=bool(teacher and teacher.names),
+            number=len(teacher.directories) if teacher and teacher.is_model else None,
+        )
         numbers = {
             "two_stage.stage1_steps": self.two_stage.stage1_steps if self.two_stage else None,
             "inheritance.end_step": self.inheritance.end_step if self.inheritance else None,

@@ -19,7 +19,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
 from transformers.utils import CONFIG_NAME
 
 from growkern.errors import GrowthError, reason, warn
@@ -50,18 +49,15 @@ from growkern.train.dataset import (
 )
 from growkern.train.distributed import check_replicas, join_processes
 from growkern.train.loop import (
+    Beginning,
     ExpertBalancing,
-    TrainerSettings,
-    check_new_layers,
-    check_together,
-    choose_precision,
     later_sizes,
     on_meta,
     options_of,
 )
 from growkern.train.loss import check_tokenizers
 from growkern.train.model import check_directory, check_fits, has_tokenizer, load_tokenizer
-from growkern.train.objectives import Collator, Objective, choose
+from growkern.train.objectives import Objective, choose
 from growkern.train.rules import check
 from growkern.train.run.file import (
     Run,
@@ -389,36 +385,28 @@ class ResolvedRun:
     Attributes:
         base: folder that the paths in `settings` are relative to.
         model: to be trained, or to be grown at the start.
-        student: the model in training, on the meta device.
         teachers: those that run in this process.
-        known: the tokens that all of these know, if the student has further ones.
         data: with the objective of the model in place of "auto".
         readers: what reads the data, by its use.
-        collator: makes batches of the rows.
         texts: the local files of the data, by its use.
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
         plan: of the growth at the start.
-        arguments: of Trainer, with the settings of the optimizer.
-        trainer: what `TwoStageTrainer` has beside these; its teacher is still to be loaded.
+        trainer: what its trainer begins with. The model is on the meta device, and teachers and
+            data are still to be read.
     """
 
     settings: Run
     base: Path
     output: Path
     model: Checkpoint
-    student: Any
     teachers: tuple[Checkpoint, ...]
-    tokenizer: Any
-    known: int | None
     data: DataSection
     readers: Mapping[str, Reader]
-    collator: Collator
     texts: Mapping[str, list[Path]]
     inputs: Mapping[str, Path]
     plan: GrowthPlan | None
-    arguments: TrainingArguments
-    trainer: TrainerSettings
+    trainer: Beginning
 
 
 def locate(base: Path, name: str, revision: str | None = None) -> Path:
@@ -461,33 +449,37 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     plan, planned = plans_of(run, source, model.training_dtype, base)
     length = run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
-    known = _known_tokens(tokenizer, teachers, length)
+    words = [_words_of(teacher, length) for teacher in teachers]
+    check_tokenizers(tokenizer, words)
     readers = open_data(data, sources, tokenizer, run.loss.row_weights if run.loss else None)
-    student = _student(model, plan)
     if processes > 1:
         # the arguments ask for the devices of all processes
         join_processes()
     args = training_arguments(run, output, progress=progress)
-    trainer = _settings_of(run, base, planned)
-    _check_together(run, trainer, args, student, teachers)
+    collator = early_collator(data, readers, tokenizer, run.training.seed)
+    trainer = _beginning(
+        run,
+        base,
+        teachers,
+        model=_student(model, plan),
+        args=args,
+        options={"processing_class": tokenizer, "data_collator": collator},
+        teacher_tokenizer=words or None,
+        planned=planned,
+    )
     check_best_metric(args, run.data.validation_names)
     return ResolvedRun(
         settings=run,
         base=base,
         output=output,
         model=model,
-        student=student,
         teachers=teachers,
-        tokenizer=tokenizer,
-        known=known,
         data=data,
         readers=readers,
-        collator=early_collator(data, readers, tokenizer, run.training.seed),
         texts=texts,
         inputs=inputs,
         plan=plan,
-        arguments=args,
-        trainer=replace(trainer, precision=choose_precision(args, run.training.precision)),
+        trainer=trainer,
     )
 
 
@@ -536,49 +528,39 @@ def _student(model: Checkpoint, plan: GrowthPlan | None) -> Any:
     return model.without_weights()
 
 
-def _settings_of(run: Run, base: Path, planned: Sequence[GrowthPlan]) -> TrainerSettings:
-    """The settings of a run's trainer, without its teacher."""
+def _beginning(run: Run, base: Path, teachers: Sequence[Checkpoint], **made: Any) -> Beginning:
+    """What the trainer of a run begins with, after the checks of a trainer and of its callbacks."""
     training = run.training
-    return TrainerSettings(
-        *(run.two_stage, run.inheritance, None, None, run.loss, training.optimizer, run.optimizer),
-        *([growth.inside(base) for growth in run.later_growths], training.precision),
-        *(StepOptions(training.on_nonfinite, training.save_minutes), planned),
+    trainer = Beginning(
+        **made,
+        two_stage=run.two_stage,
+        inheritance=run.inheritance,
+        loss=run.loss,
+        optimizer=training.optimizer,
+        optimizer_options=run.optimizer,
+        growth=[growth.inside(base) for growth in run.later_growths],
+        precision=training.precision,
+        steps=StepOptions(training.on_nonfinite, training.save_minutes),
     )
-
-
-def _check_together(
-    run: Run,
-    settings: TrainerSettings,
-    args: TrainingArguments,
-    student: Any,
-    teachers: Sequence[Checkpoint],
-) -> None:
-    """Check what a trainer checks of its arguments and callbacks; see `check_together`."""
-    if run.training.expert_balancing is not None:
-        ExpertBalancing(run.training.expert_balancing).watch(student)
+    if training.expert_balancing is not None:
+        balancing = ExpertBalancing(training.expert_balancing)
+        balancing.watch(trainer.model)
+        trainer.options["callbacks"] = [balancing]
     runs = run.teacher is None or run.teacher.is_model
     models = [teacher.without_weights() for teacher in teachers] if runs else None
-    facts = {"sharded": run.is_sharded, "has_length": not run.data.streaming}
-    check_together(settings, student, models, args, {}, **facts)
+    return trainer.together(models, sharded=run.is_sharded, has_length=not run.data.streaming)
 
 
-def _known_tokens(tokenizer: Any, teachers: Sequence[Checkpoint], length: int) -> int | None:
-    """The tokens that all teachers know, if the run has further ones; see `check_tokenizers`."""
-    words = [_words_of(teacher) for teacher in teachers]
-    for teacher, own in zip(teachers, words, strict=True):
-        # the run's tokenizer may have tokens that a teacher lacks
-        check_fits(teacher.directory, own, length, teacher.config)
-    return check_tokenizers(tokenizer, words)
-
-
-def _words_of(teacher: Checkpoint) -> Any:
-    """The tokenizer of a teacher."""
+def _words_of(teacher: Checkpoint, length: int) -> Any:
+    """The tokenizer of a teacher that reads rows of a length. It may lack tokens of the run's."""
     if not has_tokenizer(teacher.directory):
         raise GrowthError(
             f"the teacher {teacher.directory} has no tokenizer files, so its tokens cannot be "
             "compared with those of the run: copy the files of the teacher's tokenizer there"
         )
-    return load_tokenizer(teacher.directory, teacher.config)
+    words = load_tokenizer(teacher.directory, teacher.config)
+    check_fits(teacher.directory, words, length, teacher.config)
+    return words
 
 
 def plans_of(
@@ -596,5 +578,4 @@ def plans_of(
         small, history = planned.large, History(planned)
     growths = [growth.inside(base) for growth in run.later_growths]
     sizes = later_sizes(small, history, dtype, growths)
-    check_new_layers(growths, sizes)
     return planned, tuple(size.plan for size in sizes if size.plan is not None)

@@ -30,7 +30,6 @@ from growkern.train.dataset import from_first, read_data
 from growkern.train.distributed import DistributedOptions
 from growkern.train.distributed.shard import shard
 from growkern.train.loop import (
-    ExpertBalancing,
     ModelSize,
     TwoStageTrainer,
     check_switches,
@@ -224,35 +223,31 @@ def build_trainer(
     rows_of_teacher = _rows_of_teacher(run)
     if rows_of_teacher is not None:
         rows_of_teacher.check_objective(run.data.objective == "clm")
-        rows_of_teacher.common_vocabulary(run.student, run.tokenizer)
+        tokenizer = run.trainer.options["processing_class"]
+        rows_of_teacher.common_vocabulary(run.trainer.model, tokenizer)
     seed = training.seed
     data: Any = read_data(run.data, run.readers, base=run.base, seed=seed, progress=progress)
 
     def length() -> tuple[int, int]:
-        return steps_per_epoch(len(data.train), run.arguments), training.steps
+        return steps_per_epoch(len(data.train), run.trainer.args), training.steps
 
     # only to refuse it before the model is read: the trainer counts the batches of its own loader
     stages_in_steps(settings.two_stage, settings.later_growths, length)
     model = build_model(run, first_start=first_start)
-    speed = training.expert_balancing
     teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
+    rows = {"train_dataset": data.train, "eval_dataset": data.validation}
     trainer = trainer_of_run(
-        replace(run.trainer, teacher=rows_of_teacher or teachers),
-        model,
-        run.arguments,
-        processing_class=run.tokenizer,
-        train_dataset=data.train,
-        eval_dataset=data.validation,
-        data_collator=run.collator,
-        callbacks=None if speed is None else [ExpertBalancing(speed)],
+        replace(
+            run.trainer,
+            model=model,
+            teacher=rows_of_teacher or teachers,
+            options={**run.trainer.options, **rows},
+        )
     )
     # so that the curves of small and grown models begin alike
     trainer.evaluates_first = "eval_on_start" not in (settings.trainer or {})
-    if run.teachers:
-        # their tokenizers were compared when the run was resolved
-        trainer.objective.teachers.known = run.known
     return trainer
 
 
@@ -299,7 +294,7 @@ def _rows_of_teacher(run: ResolvedRun) -> TopKTeacher | None:
     size = section.vocab_size
     served = ServedTeacher(
         str(section.url), section.k or 0, model=section.served_model, vocab_size=size,
-        tokenizer=run.tokenizer if size else None,
+        tokenizer=run.trainer.options["processing_class"] if size else None,
     )  # fmt: skip
     return TopKTeacher(served, schedule)
 

@@ -303,9 +303,9 @@ def test_arguments_that_are_passed_on(workplace, monkeypatch):
     made = []
     begin = module.TwoStageTrainer._begin
 
-    def watched(self, settings, model, args, options):
-        made.append(args)
-        begin(self, settings, model, args, options)
+    def watched(self, run):
+        made.append(run.args)
+        begin(self, run)
 
     monkeypatch.setattr(module.TwoStageTrainer, "_begin", watched)
     train(workplace / "run.toml", progress=False)
