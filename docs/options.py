@@ -2,7 +2,7 @@
 
 `python -m docs.options` writes
 
-- `growkern/train/loss/sections.py`, the options of losses in the sections of a run file. What is
+- `growkern/train/sections.py`, the options of losses in the sections of a run file. What is
   written by hand stays there: the other words of docstrings, own options, methods;
 - `csrc/maths.h`, the numbers that the compiled kernels get.
 """
@@ -11,11 +11,12 @@ import ast
 import re
 from pathlib import Path
 
-from growkern.ops.loss.rows.options import KL_OPTIONS, LABEL_OPTIONS, Maths
+from growkern.ops.loss.rows.options import Maths
+from growkern.ops.loss.rows.values import KL_OPTIONS, LABEL_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 DECLARED = ROOT / "growkern/ops/loss/rows/options.py"
-OPTIONS, HEADER = ROOT / "growkern/train/loss/sections.py", ROOT / "csrc/maths.h"
+OPTIONS, HEADER = ROOT / "growkern/train/sections.py", ROOT / "csrc/maths.h"
 # the options that a section of a run file gets
 SECTIONS = {"LossOptions": LABEL_OPTIONS, "InheritanceSchedule": KL_OPTIONS}
 # options that have another type or default in training: as `InheritanceSchedule` declares them

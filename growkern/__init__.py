@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
-    from growkern.train.dataset.source import DataSection as DataSection
     from growkern.train.dataset.training_data import load_data as load_data
-    from growkern.train.distributed.shard import DistributedOptions as DistributedOptions
     from growkern.train.distributed.shard import shard as shard
     from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport
     from growkern.train.evaluation.evaluate import evaluate as evaluate
     from growkern.train.loop.callbacks import ExpertBalancing as ExpertBalancing
-    from growkern.train.loop.growing import GrowthStep as GrowthStep
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
-    from growkern.train.loss.sections import InheritanceSchedule as InheritanceSchedule
-    from growkern.train.loss.sections import LossOptions as LossOptions
-    from growkern.train.model.sub_model import TwoStageConfig as TwoStageConfig
-    from growkern.train.optimizer import OptimizerOptions as OptimizerOptions
+    from growkern.train.model.two_stage import TwoStageConfig as TwoStageConfig
     from growkern.train.run.start import run as run
+    from growkern.train.sections import DataSection as DataSection
+    from growkern.train.sections import DistributedOptions as DistributedOptions
+    from growkern.train.sections import GrowthStep as GrowthStep
+    from growkern.train.sections import InheritanceSchedule as InheritanceSchedule
+    from growkern.train.sections import LossOptions as LossOptions
+    from growkern.train.sections import OptimizerOptions as OptimizerOptions
     from growkern.train.topk_teacher.served import ServedTeacher as ServedTeacher
     from growkern.train.topk_teacher.store import TeacherCache as TeacherCache
     from growkern.train.topk_teacher.write import CacheReport as CacheReport

@@ -40,8 +40,8 @@ PARTS = {
         *("plan", "disk", "record", "sharded", "optimizer", "grow", "own_table", "draft", "freeze"),
     ),
     "growkern.train": (
-        *("file_rules", "rules", "model", "distributed", "optimizer", "objectives", "dataset"),
-        *("loss", "topk_teacher", "evaluation", "safety", "loop", "run"),
+        *("file_rules", "rules", "sections", "model", "distributed", "optimizer", "objectives"),
+        *("dataset", "loss", "topk_teacher", "evaluation", "safety", "loop", "run"),
     ),
     "growkern.plot": ("figure", "curves", "roles", "losses"),
 }

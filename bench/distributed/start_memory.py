@@ -30,10 +30,10 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import plan_growth
 from growkern.growth.source.source import open_source
 from growkern.ops.backend import native
-from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.distributed.shards import create_optimizer_state
 from growkern.train.loop.growing import grown_model
 from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.train.sections import DistributedOptions
 
 SOURCE = {
     "vocab_size": 8_000,

@@ -8,8 +8,8 @@ from typing import Any
 
 from bench.paper.settings import Setting
 from growkern import GrowthStep, InheritanceSchedule, TwoStageConfig
-from growkern.train.optimizer import OptimizerOptions
-from growkern.train.run.file import ModelSection, TeacherSection, TrainingSection
+from growkern.train.run.file import TeacherSection, TrainingSection
+from growkern.train.sections import ModelSection, OptimizerOptions
 
 SOURCE = "source"
 # the seed on which learning rates are chosen; no other run has it

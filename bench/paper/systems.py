@@ -32,8 +32,8 @@ from bench.paper.jobs import (
     with_training,
 )
 from bench.paper.settings import Setting
-from growkern.train.dataset.source import DataSection
-from growkern.train.run.file import ModelSection, OutputSection, Run
+from growkern.train.run.file import OutputSection, Run
+from growkern.train.sections import DataSection, ModelSection
 
 
 def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) -> Job:

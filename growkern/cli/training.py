@@ -17,7 +17,7 @@ from growkern.cli.app import (
 )
 from growkern.errors import GrowthError, human, say
 from growkern.growth.source import located
-from growkern.train.run import check_paths, read_tables
+from growkern.train.run import check_paths, load_runs
 from growkern.train.safety import exportable
 
 # of the error of a data loader
@@ -41,7 +41,7 @@ def train(
     Ctrl-C and SIGTERM save a checkpoint and end the run with exit code 130 or 143.
     """
     # before PyTorch is imported, which takes seconds
-    check_paths(read_tables(run), run.parent)
+    check_paths(load_runs(run), run.parent)
     from growkern.train.distributed import leave_processes
     from growkern.train.run import resume_command
     from growkern.train.run import run as start

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +17,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fields
-from growkern.errors import GrowthError, GrowthWarning, nearest, warn
+from growkern.errors import GrowthError, GrowthWarning, warn
 from growkern.growth.history import History, history_of
 from growkern.growth.optimizer import (
     HALF_WEIGHTS,
@@ -34,54 +32,7 @@ from growkern.growth.plan import GrowthPlan
 from growkern.growth.record import growth_plan_of, misfit
 from growkern.train.model import find_stacks, is_experts
 from growkern.train.rules import ADAMW, check
-
-OptimizerChoice = Literal["auto", "adamw", "growth-adamw", "muon"]
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """Options of `growkern.GrowthAdamW` and of Muon. Those of AdamW are in `[trainer]`.
-
-    Args:
-        rewarm_steps, rewarm_peak: of new entries alone, as in `growkern.GrowthAdamW`. The rate of
-            all entries rises again with `rewarm_steps` of a growth inside the run.
-        muon_lr: with optimizer = "muon", the peak of the learning rate of the matrices. None: as
-            for all other parameters.
-        momentum, nesterov, ns_steps: of Muon, as in `torch.optim.Muon`.
-        adjust_lr_fn: of Muon, as in `torch.optim.Muon`. "match_rms_adamw" makes steps as large as
-            those of AdamW, so both can share a learning rate. "original" is PyTorch's default, and
-            needs a `muon_lr` of its own.
-
-    Raises:
-        GrowthError: a value is out of range.
-    """
-
-    LIMITS: ClassVar[dict[str, Limit]] = {
-        "rewarm_steps": NOT_NEGATIVE,
-        "rewarm_peak": POSITIVE,
-        "muon_lr": NOT_NEGATIVE,
-        "momentum": Limit(lambda x: 0 <= x < 1, "lie in [0, 1)"),
-        "ns_steps": between(1, 99),
-    }
-
-    rewarm_steps: int = 0
-    rewarm_peak: float = 1.3
-    muon_lr: float | None = None
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_steps: int = 5
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "optimizer")
-
-
-def check_choice(choice: str, own: OptimizerOptions | None) -> None:
-    """Refuse an optimizer that there is not, and options of another one."""
-    choices = get_args(OptimizerChoice)
-    if choice not in choices:
-        raise GrowthError(f"optimizer is {choice!r}{nearest(choice, choices)}")
-    check("optimizer", own=own or OptimizerOptions(), choice=choice)
+from growkern.train.sections import OptimizerOptions
 
 
 def check_optimizer(

@@ -13,9 +13,9 @@ from transformers import BertConfig, EncoderDecoderModel, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 import growkern
-from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.loop.growing import ModelSize, grown_model, unfilled_model
 from growkern.train.model.language_model import load_language_model
+from growkern.train.sections import DistributedOptions
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
 

@@ -13,7 +13,7 @@ from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageT
 from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
-from growkern.train.optimizer import OptimizerOptions
+from growkern.train.sections import OptimizerOptions
 from testbed.tiny import (
     FAMILIES,
     VOCAB,

@@ -8,7 +8,7 @@ from growkern.rooms import opener
 if TYPE_CHECKING:
     from growkern.train.dataset.cache import fingerprint, from_first
     from growkern.train.dataset.records import Reader
-    from growkern.train.dataset.source import DataSection, find_sources, MOST, read_text
+    from growkern.train.dataset.source import find_sources, read_text
     from growkern.train.dataset.stream import PlacingCollator, StreamReader, TokenStream
     from growkern.train.dataset.training_data import describe_data, early_collator, load_data
     from growkern.train.dataset.training_data import open_data, pack_text, read_data

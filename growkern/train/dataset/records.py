@@ -11,9 +11,10 @@ import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.train.dataset.cache import DTYPES, IDS, LABELS, SIDE, WEIGHTS, Tokens
-from growkern.train.dataset.source import CONTINUED, TEXT, DataSection, DataSource
+from growkern.train.dataset.source import CONTINUED, TEXT, DataSource
 from growkern.train.model import IGNORE_INDEX, head_of, separator_of
 from growkern.train.rules import check
+from growkern.train.sections import DataSection
 
 # records that are tokenised together: so many, or of so many characters
 RECORDS, CHARACTERS = 64, 1 << 20

@@ -32,18 +32,12 @@ from growkern.train.dataset.cache import (
     user_cache,
 )
 from growkern.train.dataset.records import Reader, ReadingSettings, cut_rows
-from growkern.train.dataset.source import (
-    TEXT,
-    DataSection,
-    DataSource,
-    find_sources,
-    plain_errors,
-    text_records,
-)
+from growkern.train.dataset.source import TEXT, DataSource, find_sources, plain_errors, text_records
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.model import IGNORE_INDEX, head_of
 from growkern.train.objectives import CausalLMCollator, Collator, MaskedLMCollator, OuterCollator
 from growkern.train.rules import check
+from growkern.train.sections import DataSection
 
 TrainRows: TypeAlias = TokenRows | TokenStream | ConcatDataset[dict[str, Any]]
 

@@ -8,7 +8,7 @@ from growkern.rooms import opener
 if TYPE_CHECKING:
     from growkern.train.distributed.shard import check_gradient_division, check_replicas
     from growkern.train.distributed.shard import check_sharding, check_split_teacher
-    from growkern.train.distributed.shard import DistributedOptions, is_sharded, join_processes
+    from growkern.train.distributed.shard import is_sharded, join_processes
     from growkern.train.distributed.shard import leave_processes, prime, refuse_replicas
     from growkern.train.distributed.shards import all_finite, create_optimizer_state, has_weights
     from growkern.train.distributed.shards import largest_entry, load_weights, Parts, Shards

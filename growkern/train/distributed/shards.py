@@ -35,7 +35,8 @@ from growkern.growth.models import local_tensor
 from growkern.growth.optimizer import COUNTS, GrowthAdamW
 from growkern.growth.sharded import free_gathered, named_tensors
 from growkern.growth.source import METADATA_FILE, OPTIMIZER, WEIGHTS, SafeReader, read_headers
-from growkern.train.distributed.shard import DistributedOptions, is_sharded, prime
+from growkern.train.distributed.shard import is_sharded, prime
+from growkern.train.sections import DistributedOptions
 
 GROUPS = "optimizer_groups.pt"
 # folder in the checkpoint -> its tensors by their names

@@ -26,7 +26,7 @@ from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
 from growkern.files import read_toml, to_dataclass
 from growkern.growth.source import is_hub_name, located
-from growkern.train.dataset import DataSection, find_sources, load_data
+from growkern.train.dataset import find_sources, load_data
 from growkern.train.model import (
     IGNORE_INDEX,
     check_fits,
@@ -37,7 +37,8 @@ from growkern.train.model import (
     run_model,
     take_logits,
 )
-from growkern.train.objectives import Collator, Objective, evaluation_collator
+from growkern.train.objectives import Collator, evaluation_collator
+from growkern.train.sections import DataSection, Objective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,11 +14,12 @@ from growkern.errors import GrowthError
 from growkern.train.distributed import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import ExpertCounts, Meter
-from growkern.train.loss import Batches, InheritanceSchedule
+from growkern.train.loss import Batches
 from growkern.train.model import inside_ddp
 from growkern.train.objectives import EpochCollator
 from growkern.train.optimizer import bare
 from growkern.train.safety import Saver, StepWatch
+from growkern.train.sections import InheritanceSchedule
 from growkern.train.topk_teacher import TopKCollator
 
 

@@ -29,25 +29,20 @@ from growkern.train.distributed import (
     is_sharded,
     refuse_replicas,
 )
-from growkern.train.loop.growing import GrowthStep, check_order
-from growkern.train.loss import (
-    InheritanceSchedule,
-    LossOptions,
-    Teachers,
-    TeachersOfSources,
-    check_prediction,
-    is_two_stacks,
-)
+from growkern.train.loss import Teachers, TeachersOfSources, check_prediction, is_two_stacks
 from growkern.train.model import TwoStageConfig, layer_stacks, model_depth
-from growkern.train.optimizer import (
-    OptimizerChoice,
-    OptimizerMaker,
-    OptimizerOptions,
-    check_choice,
-    check_optimizer,
-)
+from growkern.train.optimizer import OptimizerMaker, check_optimizer
 from growkern.train.rules import NOT_SHARDED, SHARD, check
 from growkern.train.safety import StepOptions
+from growkern.train.sections import (
+    GrowthStep,
+    InheritanceSchedule,
+    LossOptions,
+    OptimizerChoice,
+    OptimizerOptions,
+    check_choice,
+    check_order,
+)
 from growkern.train.topk_teacher import TopKRows, TopKTeacher
 
 OPTIONS = {

@@ -14,11 +14,10 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -29,122 +28,25 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedConfig, SchedulerType
 from transformers.trainer import SCHEDULER_NAME
 
-from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, check_steps
 from growkern.errors import GrowthError, human, warn
 from growkern.families import ModelSpec
 from growkern.growth.disk import complete_config
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
 from growkern.growth.optimizer import grow_optimizer_into
-from growkern.growth.options import DEFAULT_DEPTH, ROUTERS, GrowthOptions, Moments
+from growkern.growth.options import DEFAULT_DEPTH, GrowthOptions
 from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
 from growkern.growth.record import growth_plan_of, keep_lineage, misfit
 from growkern.growth.sharded import check_into, device_of, fill, free_gathered, named_tensors
 from growkern.growth.source import Source, open_source
-from growkern.train.distributed import DistributedOptions
 from growkern.train.distributed.shard import shard
 from growkern.train.model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
 from growkern.train.safety import MANIFEST, Saver, step_of
+from growkern.train.sections import DistributedOptions, GrowthStep
 
 # a rate below this share of its peak before is called low; the peak is looked for in so many parts
 LEAST_RATE, PARTS = 0.9, 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowthStep(GrowthOptions):
-    """A growth at the start of a run or inside it, without a detour over the disk.
-
-    Inside a run the weights, the learning-rate schedule, the order of the data and all counts go
-    on, and the optimizer's state if `moments` says so. StackBERT (Gong et al. 2019) is a list of
-    these. With `new_layers_steps` the list is MSLT (Yang et al. 2020).
-
-    The other fields are those of `growkern.growth.options.GrowthOptions`.
-
-    Args:
-        sizes: the sizes of the large model by the names of its config. In a run file they may also
-            stand beside the other keys, as in `num_hidden_layers = 12`. `mlp_only_layers` is a
-            list.
-        at_step: optimizer steps that come before this growth; 0 is the start of the run.
-        source: directory of the checkpoint that is grown, at the start only; or a model on the Hub,
-            ORGANISATION/NAME.
-        revision: branch, tag or commit of a source on the Hub.
-        moments: "grow" and "old_slices" grow the optimizer's state, see
-            `growkern.grow_optimizer_into`. "reset" starts it at zero. With stacked layers that
-            ended at a lower loss than grown moments.
-        optimizer: the state of the source's optimizer, at the start only: the `optimizer.pt` of a
-            Trainer or a directory with one, or a directory of `torch.distributed.checkpoint`.
-        rewarm_steps: inside a run, optimizer steps after the growth in which the learning rate
-            rises from near 0 to that of its schedule again.
-        rate_factor: inside a run, factor of all learning rates from this growth on. Those of
-            several growths are multiplied.
-        new_layers_steps: inside a run, optimizer steps after the growth in which only the layers
-            above those of the smaller model train, together with the head.
-
-    Inside a run the depth "auto" is "stack", and at its start "identity".
-
-    Raises:
-        GrowthError: a value is unknown or out of range, or the values contradict each other.
-    """
-
-    LIMITS: ClassVar[dict[str, Limit]] = {
-        **GrowthOptions.LIMITS,
-        **dict.fromkeys(("at_step", "rewarm_steps", "new_layers_steps"), NOT_NEGATIVE),
-        "rate_factor": POSITIVE,
-    }
-
-    sizes: dict[str, int | tuple[int, ...]]
-    at_step: int = 0
-    source: str | None = None
-    revision: str | None = None
-    moments: Moments = "reset"
-    optimizer: str | None = None
-    rewarm_steps: int = 0
-    rate_factor: float = 1.0
-    new_layers_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if self.at_step and self.depth == "auto":
-            object.__setattr__(self, "depth", "stack")
-        super().__post_init__()
-        # a list of layers says how many there are
-        if not self.sizes and isinstance(self.depth, str):
-            raise GrowthError("a growth needs sizes, such as num_hidden_layers = 12")
-        check_rules("growth", self)
-
-    @property
-    def grows_moments(self) -> bool:
-        """Whether the optimizer's state grows too."""
-        return self.moments != "reset"
-
-    def inside(self, base: Path) -> GrowthStep:
-        """The same growth; the file of a new router lies in a folder."""
-        return self if self.router in ROUTERS else replace(self, router=str(base / self.router))
-
-    def options(self) -> dict[str, Any]:
-        """The fields of `GrowthOptions`."""
-        return {field.name: getattr(self, field.name) for field in fields(GrowthOptions)}
-
-
-def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
-    """Check the growths of a run against each other."""
-    places = [step.at_step for step in growth]
-    for before, after in pairwise(places):
-        if after <= before:
-            raise GrowthError(
-                f"a growth at step {after} follows one at step {before}: give them in the order of "
-                "their steps"
-            )
-    if places and places[-1] >= steps:
-        raise GrowthError(
-            f"the growth at step {places[-1]} would come after the run, which has {steps} steps"
-        )
-    for step, end in zip(growth, [*places[1:], steps], strict=False):
-        at, start = f"the growth at step {step.at_step}:", step.at_step
-        given = {f"{at} rewarm_steps": step.rewarm_steps}
-        check_steps(steps - start, given, "steps that the run has left")
-        alone = {f"{at} new_layers_steps": step.new_layers_steps}
-        check_steps(end - start, alone, "steps to the next growth or the end of the run")
 
 
 def _check_new_layers(step: GrowthStep, size: ModelSize) -> None:

@@ -18,8 +18,6 @@ from growkern.train.loop.meter import FlopCounter, Meter
 from growkern.train.loss import (
     ROW_COUNTS,
     TAUGHT_BY,
-    InheritanceSchedule,
-    LossOptions,
     LossRows,
     RowCounts,
     Teachers,
@@ -52,6 +50,7 @@ from growkern.train.model import (
     text_model,
 )
 from growkern.train.model.sub_model import sub_model
+from growkern.train.sections import InheritanceSchedule, LossOptions
 
 
 class StepPlan(NamedTuple):

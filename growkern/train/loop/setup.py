@@ -33,12 +33,7 @@ from growkern.train.loop.display import use_own_displays
 from growkern.train.loop.growing import Former, GrowthInRun
 from growkern.train.loop.meter import Meter, memory_and_peak
 from growkern.train.loop.objective import Objective, add_up
-from growkern.train.loss import (
-    Batches,
-    LabelledSteps,
-    LossOptions,
-    are_sent,
-)
+from growkern.train.loss import Batches, LabelledSteps, are_sent
 from growkern.train.model import setting
 from growkern.train.objectives import evaluation_collator
 from growkern.train.optimizer import OptimizerMaker, bare
@@ -52,6 +47,7 @@ from growkern.train.safety import (
     misses_evaluation,
     step_of,
 )
+from growkern.train.sections import LossOptions
 
 HALF = (torch.bfloat16, torch.float16)
 

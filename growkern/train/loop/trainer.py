@@ -29,25 +29,12 @@ from growkern.growth.sharded import free_gathered
 from growkern.train.distributed import without_shared
 from growkern.train.loop import setup
 from growkern.train.loop.checks import Beginning
-from growkern.train.loop.growing import GrowthStep, complete_directory
+from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import make_collaborators, prepare
-from growkern.train.loss import (
-    Batches,
-    EvaluationSums,
-    InheritanceSchedule,
-    LossOptions,
-    stream_loader,
-    unchanged_random_state,
-)
+from growkern.train.loss import Batches, EvaluationSums, stream_loader, unchanged_random_state
 from growkern.train.model import TwoStageConfig, evaluating, setting
 from growkern.train.objectives import evaluation_collator
-from growkern.train.optimizer import (
-    OptimizerChoice,
-    OptimizerOptions,
-    bare,
-    plan_of_steps,
-    products_of,
-)
+from growkern.train.optimizer import bare, plan_of_steps, products_of
 from growkern.train.safety import (
     EvaluationStopped,
     OnNonfinite,
@@ -59,6 +46,13 @@ from growkern.train.safety import (
     own_random_numbers,
     plain_hub_errors,
     set_dtype,
+)
+from growkern.train.sections import (
+    GrowthStep,
+    InheritanceSchedule,
+    LossOptions,
+    OptimizerChoice,
+    OptimizerOptions,
 )
 
 

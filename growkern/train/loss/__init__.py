@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from growkern.train.loss.inherited import check_model, check_prediction, count_tokens
     from growkern.train.loss.inherited import EvaluationSums, inputs_of, is_two_stacks
     from growkern.train.loss.inherited import router_inputs, router_term, router_weight
-    from growkern.train.loss.sections import InheritanceSchedule, LossOptions
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

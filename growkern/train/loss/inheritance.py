@@ -48,7 +48,6 @@ from growkern.train.loss.batch_rows import (
     check_batch_keys,
     examples_of,
 )
-from growkern.train.loss.sections import InheritanceSchedule
 from growkern.train.model import (
     HeadInputs,
     check_causal,
@@ -61,6 +60,7 @@ from growkern.train.model import (
 )
 from growkern.train.objectives import SOURCE, Collator, OuterCollator
 from growkern.train.rules import check
+from growkern.train.sections import InheritanceSchedule
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
 # 8 columns suit tensor cores, and 128 is the default of Megatron

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from growkern.train.model.language_model import CAUSAL, check_directory, check_fits, evaluating
     from growkern.train.model.language_model import has_tokenizer, head_of, is_causal
     from growkern.train.model.language_model import load_language_model, load_tokenizer
-    from growkern.train.model.language_model import ModelSection, PRETRAINING, probe_inputs
+    from growkern.train.model.language_model import PRETRAINING, probe_inputs
     from growkern.train.model.language_model import probing, separator_of
     from growkern.train.model.language_model import setting
     from growkern.train.model.sub_model import find_stacks, layer_stacks, model_depth, ModelPart
-    from growkern.train.model.sub_model import text_model, TwoStageConfig
+    from growkern.train.model.sub_model import text_model
+    from growkern.train.model.two_stage import TwoStageConfig
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,6 @@ CAUSAL = {
 }
 # the largest, of 260,000 tokens, have 35 MB; a tokenizer config with all of them has 8 MB
 MOST_TOKENIZER_BYTES, MOST_BYTES = 200_000_000, 32_000_000
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """The model to train.
-
-    Args:
-        path: checkpoint directory, or a model on the Hub, ORGANISATION/NAME; None with [growth].
-        revision: branch, tag or commit of a model on the Hub in `path`.
-        tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
-    """
-
-    path: str | None = None
-    revision: str | None = None
-    tokenizer: str | None = None
 
 
 def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:

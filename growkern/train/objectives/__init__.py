@@ -7,12 +7,11 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.train.objectives.language_modeling import CausalLMCollator, check_probability
-    from growkern.train.objectives.language_modeling import choose, Collator, DENOISING_SHARE
+    from growkern.train.objectives.language_modeling import choose, Collator
     from growkern.train.objectives.language_modeling import EpochCollator, evaluation_collator
     from growkern.train.objectives.language_modeling import IndexedDataset, MaskedLMCollator
-    from growkern.train.objectives.language_modeling import Objective, OuterCollator, PASS
-    from growkern.train.objectives.language_modeling import row_length, SHARE, SOURCE, span_counts
-    from growkern.train.objectives.language_modeling import SPANS, TASKS
+    from growkern.train.objectives.language_modeling import OuterCollator, PASS
+    from growkern.train.objectives.language_modeling import SOURCE
     from growkern.train.objectives.spans import DenoisingCollator, SpanCorruptionCollator
 # fmt: on
 

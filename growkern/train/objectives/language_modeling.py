@@ -10,9 +10,8 @@ therefore draw the same masks, and no generator state has to be saved.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,33 +23,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ_TO_SEQ,
 )
 
-from growkern.arguments import Limit, check_seed
+from growkern.arguments import check_seed
 from growkern.errors import GrowthError, nearest
 from growkern.train.model import CAUSAL, IGNORE_INDEX
-
-Objective = Literal["auto", "mlm", "clm", "span_corruption", "denoising", "pairs"]
-# what a model learns to predict
-TASKS = {
-    "mlm": "masked tokens",
-    "clm": "the next token",
-    "span_corruption": "masked spans",
-    "denoising": "the text without noise",
-    "pairs": "the target of each pair",
-}
-# special tokens that the collator adds to a row
-ADDED = {"denoising": 2}
-# share of the tokens that are masked, in the papers of BERT and T5, and in that of BART
-SHARE, DENOISING_SHARE = 0.15, 0.3
-
-
-def row_length(objective: Objective, length: int, share: float, mean_span: float) -> int:
-    """The tokens of a row of text, of which the collator makes an input of `length` tokens.
-
-    An input of "denoising" is shorter, its labels are not.
-    """
-    if objective == "span_corruption":
-        return raw_length(length, share, mean_span)
-    return length - ADDED.get(objective, 0)
+from growkern.train.sections import SPANS, Objective
 
 
 def objectives_of(cls: type) -> tuple[Objective, ...]:
@@ -88,47 +64,6 @@ def choose(wanted: Objective, cls: type, *, targets: bool = False) -> Objective:
             f"{' or '.join(map(repr, possible))}: set that, or choose a model of another class"
         )
     return wanted
-
-
-class SpanCounts(NamedTuple):
-    """The numbers of a corrupted row."""
-
-    noise: int  # tokens that are taken out
-    spans: int
-
-    @property
-    def target(self) -> int:
-        """Tokens of the target: equation (2) of `spans.py`."""
-        return self.noise + self.spans + 2
-
-
-def span_counts(tokens: int, share: float, mean_span: float) -> SpanCounts:
-    """The numbers of tokens and spans that are taken out of a row of 2 tokens or more."""
-    noise = min(max(round(tokens * share), 1), tokens - 1)
-    spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
-    return SpanCounts(noise, spans)
-
-
-def input_length(tokens: int, share: float, mean_span: float) -> int:
-    """The tokens of the input that a row becomes: equation (1) of `spans.py`."""
-    noise, spans = span_counts(tokens, share, mean_span)
-    return tokens - noise + spans + 1
-
-
-def raw_length(length: int, share: float, mean_span: float) -> int:
-    """The longest row whose input has at most `length` tokens; 0 if there is none."""
-    low, high = 1, length
-    while input_length(high, share, mean_span) <= length:
-        high *= 2
-    # the length of the input never falls when a row gets longer
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = input_length(middle, share, mean_span) <= length
-        low, high = (middle, high) if fits else (low, middle)
-    return low if low > 1 else 0
-
-
-SPANS = Limit(lambda x: 1 <= x < math.inf, "be 1 or more")
 
 
 def check_spans(mean_span: float) -> None:

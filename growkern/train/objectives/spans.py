@@ -32,8 +32,8 @@ from growkern.train.objectives.language_modeling import (
     check_spans,
     full_stops,
     pad_rows,
-    span_counts,
 )
+from growkern.train.sections import span_counts
 
 SENTINEL = "<extra_id_{}>"
 

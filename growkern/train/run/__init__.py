@@ -6,10 +6,9 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.train.run.file import load_run
+    from growkern.train.run.file import check_paths, load_run, load_runs
     from growkern.train.run.resolve import locate
     from growkern.train.run.start import resume_command, run
-    from growkern.train.run.tables import check_paths, read_tables
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from growkern.errors import clean, human
-from growkern.train.dataset import DataSection, describe_data
+from growkern.train.dataset import describe_data
 from growkern.train.loop import TwoStageTrainer, last_losses
-from growkern.train.objectives import TASKS, span_counts
 from growkern.train.run.file import Run, TrainingSection
 from growkern.train.run.resolve import ResolvedRun
 from growkern.train.safety import step_of
+from growkern.train.sections import TASKS, DataSection, span_counts
 
 PRECISIONS = {
     "fp32": "float32",

@@ -17,30 +17,20 @@ The sections of the file and their keys:
 
     [[generation]]  sections of one of several runs, see `load_runs`           (optional)
 
-Paths are relative to the folder of the file. `TrainingArguments` are made of the sections, and of
-[trainer] as they are.
+Paths are relative to the folder of the file.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import os
+import functools
 import reprlib
-import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union
-
-import torch
-from transformers import TrainingArguments, get_scheduler
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    get_available_reporting_integrations,
-)
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from growkern.arguments import (
     MOST_NUMPY_SEED,
@@ -52,258 +42,35 @@ from growkern.arguments import (
     check_steps,
 )
 from growkern.errors import GrowthError, nearest
-from growkern.files import to_dataclass
-from growkern.ops.loss import LABEL_OPTIONS
-from growkern.train.dataset import MOST, DataSection
-from growkern.train.distributed import DistributedOptions
-from growkern.train.loop import GrowthStep, check_order
-from growkern.train.loss import InheritanceSchedule, LossOptions
-from growkern.train.model import ModelSection, TwoStageConfig
-from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
+from growkern.files import matching_files, read_toml, to_dataclass
+from growkern.growth.options import GrowthKeywords, refuse_by_config
+from growkern.growth.source import config_directory, config_of, is_hub_name, refuse_other_names
+from growkern.train.model import TwoStageConfig
 from growkern.train.rules import check
-from growkern.train.run.tables import of_each, read_tables
+from growkern.train.sections import (
+    MOST,
+    DataSection,
+    DistributedOptions,
+    GrowthStep,
+    InheritanceSchedule,
+    LossOptions,
+    ModelSection,
+    OptimizerChoice,
+    OptimizerOptions,
+    check_choice,
+    check_order,
+)
 from growkern.train.topk_teacher import check_url
 
-# keys of [trainer] that are keys of growkern
-OWNED = {
-    "output_dir": "output.directory",
-    "report_to": "output.report_to",
-    "max_steps": "training.steps",
-    "num_train_epochs": "training.steps",
-    "per_device_train_batch_size": "training.batch_size",
-    "per_device_eval_batch_size": "training.batch_size",
-    "auto_find_batch_size": "training.batch_size",
-    "gradient_accumulation_steps": "training.accumulation",
-    "learning_rate": "training.learning_rate",
-    "warmup_steps": "training.warmup_steps",
-    "warmup_ratio": "training.warmup_steps",
-    "lr_scheduler_type": "training.schedule",
-    "weight_decay": "training.weight_decay",
-    "max_grad_norm": "training.max_grad_norm",
-    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "training.precision"),
-    **dict.fromkeys(("seed", "data_seed"), "training.seed"),
-    **dict.fromkeys(("logging_steps", "logging_strategy"), "training.log_every"),
-    **dict.fromkeys(("eval_steps", "eval_strategy", "do_eval"), "training.eval_every"),
-    **dict.fromkeys(("save_steps", "save_strategy"), "training.save_every"),
-    "save_total_limit": "training.keep_checkpoints",
-    "logging_nan_inf_filter": "training.on_nonfinite",
-    "dataloader_num_workers": "training.data_workers",
-    **{name + end: f"loss.{name}" for name in LABEL_OPTIONS for end in ("", "_factor")},
-    "torch_compile": "distributed.compile_blocks",
-    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "distributed.sharding"),
-    "parallelism_config": "distributed.sharding",
-    **dict.fromkeys(
-        ("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
-        "distributed.activation_checkpointing",
-    ),
+T = TypeVar("T")
+# how each section names its checkpoint, and what else that is called
+CHECKPOINTS = {
+    "model": 'path = "DIRECTORY"',
+    "growth": 'source = "DIRECTORY"',
+    "teacher": 'paths = ["DIRECTORY"]',
 }
-# a resumed run would lack what these leave out
-REFUSED = {
-    "resume_from_checkpoint": "a run is resumed by starting it again",
-    "ignore_data_skip": "a resumed run reads the batches that an uninterrupted one would read",
-    "save_only_model": "a run could not be resumed",
-    "remove_unused_columns": "[data] names the columns that are read",
-    "local_rank": "torchrun sets it",
-    "disable_tqdm": "the command line and growkern.run(progress=...) say whether bars are shown",
-}
-# the name on PyPI where it is another one
-PACKAGES = {
-    "azure_ml": "azureml-core",
-    "comet_ml": "comet-ml",
-    "flyte": "flytekit",
-}
+CALLED = ("path", "paths", "source", "model", "teacher", "checkpoint", "directory", "name")
 Schedule = Literal["linear", "cosine", "constant_with_warmup", "warmup_stable_decay"]
-
-
-def training_arguments(run: Run, output: Path, *, progress: bool) -> TrainingArguments:
-    """The arguments of the trainer."""
-    training = run.training
-    evaluate = bool(run.data.validation or run.data.validation_split)
-    batch_size = training.batch_size // int(os.environ.get("WORLD_SIZE", "1"))
-    known: dict[str, Any] = {
-        "output_dir": str(output),
-        "max_steps": training.steps,
-        "per_device_train_batch_size": batch_size,
-        "per_device_eval_batch_size": batch_size,
-        "gradient_accumulation_steps": training.accumulation,
-        "learning_rate": training.learning_rate,
-        "warmup_steps": training.warmup_steps,
-        "lr_scheduler_type": training.schedule,
-        "weight_decay": training.weight_decay,
-        "max_grad_norm": training.max_grad_norm,
-        "bf16": training.precision == "bf16",
-        "use_cpu": not torch.accelerator.is_available(),
-        "seed": training.seed,
-        "data_seed": training.seed,
-        "logging_steps": training.log_every,
-        "logging_first_step": True,
-        "eval_strategy": "steps" if evaluate else "no",
-        "eval_steps": training.eval_every or training.steps,
-        "save_strategy": "steps",
-        "save_steps": training.save_every or training.steps,
-        "save_total_limit": training.keep_checkpoints,
-        "dataloader_num_workers": training.data_workers,
-        "report_to": list(reports_of(run.output)) or "none",
-        "disable_tqdm": not progress,
-        # pinning memory gives a warning in every epoch without an accelerator
-        "dataloader_pin_memory": torch.cuda.is_available(),
-    }
-    passed = run.trainer or {}
-    try:
-        args = TrainingArguments(**(known | passed))
-    except (ValueError, ImportError, TypeError) as error:
-        if not passed:
-            raise
-        why = " ".join(str(error).split())
-        raise GrowthError(f"[trainer] cannot be used: {why}") from error
-    check("arguments of a run", args)
-    _check_steps(args)
-    return args
-
-
-def _check_steps(args: TrainingArguments) -> None:
-    """Check arguments that Trainer would use in the middle of a run only."""
-    every = args.eval_accumulation_steps
-    if every is not None and every < 1:
-        raise GrowthError(f"trainer.eval_accumulation_steps is {every}: it must be 1 or more")
-    if args.eval_strategy == "steps":
-        check_steps(args.max_steps, {"trainer.eval_delay": args.eval_delay}, "training.steps")
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
-    try:
-        get_scheduler(
-            args.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=args.get_warmup_steps(args.max_steps),
-            num_training_steps=args.max_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-        )
-    except (ValueError, TypeError) as error:
-        why = " ".join(str(error).split())
-        kind = args.lr_scheduler_type
-        raise GrowthError(
-            f"trainer.lr_scheduler_kwargs is {args.lr_scheduler_kwargs!r}, which the schedule "
-            f"{getattr(kind, 'value', kind)!r} does not take: {why}"
-        ) from error
-
-
-def check_best_metric(args: TrainingArguments, sets: Sequence[str]) -> None:
-    """Check that evaluations give the number by which a trainer chooses its best model.
-
-    Args:
-        sets: the names of the validation data, if it has several parts.
-    """
-    chosen = args.metric_for_best_model
-    if chosen is None or args.eval_strategy == "no":
-        return
-    names = ["loss", *(f"{part}_loss" for part in sets)]
-    if chosen.removeprefix("eval_") not in names:
-        raise GrowthError(
-            f"trainer.metric_for_best_model is {chosen!r}, which an evaluation does not give"
-            f"{nearest(chosen, names)}"
-        )
-
-
-# ------------------------------------------------------------------- [trainer]
-
-
-def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the keys and values of [trainer]."""
-    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    kinds = typing.get_type_hints(TrainingArguments)
-    for name, value in table.items():
-        if name in OWNED:
-            raise GrowthError(f"trainer.{name} is set by {OWNED[name]}: give that instead")
-        if name in REFUSED:
-            raise GrowthError(f"trainer.{name} cannot be given: {REFUSED[name]}")
-        if name not in known:
-            near = nearest(name, known - OWNED.keys() - REFUSED.keys())
-            if "did you mean" not in near:
-                # there are too many to list all of them
-                near = "; see transformers.TrainingArguments"
-            raise GrowthError(f"[trainer] has no key {name!r}{near}")
-        if not _fits(value, kinds[name]):
-            members = _members(kinds[name])
-            if members and isinstance(value, str):
-                raise GrowthError(f"trainer.{name} is {value!r}{nearest(value, members)}")
-            raise GrowthError(
-                f"trainer.{name} is {value!r} ({type(value).__name__}): it must be "
-                f"{_described(kinds[name])}"
-            )
-    return dict(table)
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    if typing.get_origin(kind) in (types.UnionType, Union):
-        return tuple(x for option in typing.get_args(kind) for x in _options(option))
-    return (kind,)
-
-
-def _members(kind: Any) -> list[str]:
-    """The names that a field takes; none if it is no enumeration."""
-    enums = [x for x in _options(kind) if isinstance(x, type) and issubclass(x, enum.Enum)]
-    return [member.value for kind in enums for member in kind]
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of TOML or Python has the type of a field, as far as the field tells."""
-    members = _members(kind)
-    if members and isinstance(value, str):
-        return value in members
-    return any(_fits_one(value, option) for option in _options(kind))
-
-
-def _fits_one(value: Any, kind: Any) -> bool:
-    origin = typing.get_origin(kind) or kind
-    if origin is Literal:
-        return any(value == x and type(value) is type(x) for x in typing.get_args(kind))
-    if origin is float:
-        return type(value) in (int, float)
-    if origin is list:
-        items = typing.get_args(kind)
-        return isinstance(value, list) and all(
-            not items or _fits(item, items[0]) or isinstance(item, str) for item in value
-        )
-    # a bool is an int
-    return type(value) is origin or (origin is Any)
-
-
-def _described(kind: Any) -> str:
-    if _members(kind):
-        return f"a name, such as {_members(kind)[0]!r}"
-    options = [option for option in _options(kind) if option is not types.NoneType]
-    return " or ".join(getattr(option, "__name__", None) or str(option) for option in options)
-
-
-# ------------------------------------------------------------------- reporting
-
-
-def reports_of(output: OutputSection) -> tuple[str, ...]:
-    """The integrations that a run reports to."""
-    names = output.reports
-    if names == ("none",):
-        return ()
-    # transformers does not list these two
-    packages = {"flyte": "flytekit", "azure_ml": "azureml"}
-    unlisted = (name for name, package in packages.items() if find_spec(package))
-    available = {*get_available_reporting_integrations(), *unlisted}
-    if names == ("all",):
-        return tuple(sorted(available))
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise GrowthError(
-                f"output.report_to is {name!r}{nearest(name, [*INTEGRATION_TO_CALLBACK, 'none'])}"
-            )
-        if name == "tensorboard" and not has_tensorboard():
-            raise GrowthError(
-                "TensorBoard is not installed: set output.tensorboard to false, or "
-                "pip install tensorboard"
-            )
-        if name not in available:
-            raise GrowthError(
-                f"output.report_to names {name!r}, which is not installed: "
-                f"pip install {PACKAGES.get(name, name)}"
-            )
-    return names
 
 
 @dataclass(frozen=True)
@@ -545,6 +312,9 @@ class Run:
         return tuple(growth for growth in self.growths if growth.at_step)
 
 
+# ------------------------------------------------------------------------- reading
+
+
 def load_run(path: str | Path) -> Run:
     """Read and check a run file of one run. Errors name the file, the key and allowed values."""
     runs = load_runs(path)
@@ -563,4 +333,157 @@ def load_runs(path: str | Path) -> list[Run]:
     from the source of its growth.
     """
     path = Path(path)
-    return of_each(read_tables(path), lambda tables: to_dataclass(Run, tables, str(path)))
+    tables = read_toml(path)
+    generations = tables.pop("generation", None)
+    if generations is None:
+        return [_run_of(_with_teacher(tables), path)]
+    if not isinstance(generations, list) or not all(isinstance(x, dict) for x in generations):
+        raise GrowthError(f"{path}: write [[generation]], with one such table for each run")
+    runs: list[dict[str, Any]] = []
+    for number, changes in enumerate(generations, start=1):
+        merged = {**tables, **changes}
+        for name, section in changes.items():
+            if isinstance(section, dict) and isinstance(tables.get(name), dict):
+                merged[name] = {**tables[name], **section}
+        if "inheritance" in changes and runs and (before := _directory(runs[-1])):
+            merged.setdefault("teacher", {"paths": [before]})
+        elif "inheritance" in changes:
+            merged = _with_teacher(merged)
+        if directory := _directory(merged):
+            merged["output"] = {**merged["output"], "directory": f"{directory}/generation-{number}"}
+        runs.append(merged)
+    return of_each(runs, lambda merged: _run_of(merged, path))
+
+
+def _with_teacher(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a run. One that inherits and grows at its start learns from what it grows."""
+    growth = tables.get("growth")
+    first: Any = growth[0] if isinstance(growth, list) and growth else growth
+    source = first.get("source") if isinstance(first, dict) else None
+    # a revision is not in the names of teachers
+    if "inheritance" not in tables or not isinstance(source, str) or "revision" in first:
+        return tables
+    return {"teacher": {"paths": [source]}, **tables}
+
+
+def of_each(runs: Sequence[dict[str, Any]], make: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What `make` makes of the tables of each run. A fault of some alone names the generation."""
+    made, faults = [], {}
+    for number, tables in enumerate(runs, start=1):
+        try:
+            made.append(make(tables))
+        except GrowthError as error:
+            faults[number] = error
+    for number, fault in faults.items():
+        if len(faults) == len(runs) and len({*map(str, faults.values())}) == 1:
+            raise fault
+        raise GrowthError(f"generation {number}: {fault}") from fault
+    return made
+
+
+def _directory(tables: dict[str, Any]) -> str | None:
+    """The output directory; None if it is missing or of another type."""
+    output = tables.get("output")
+    directory = output.get("directory") if isinstance(output, dict) else None
+    return directory if isinstance(directory, str) else None
+
+
+def _run_of(tables: dict[str, Any], path: Path) -> Run:
+    """The run of these tables, in which the sizes of a growth may stand beside its other keys."""
+    # with a growth at the start, [model] may be left out
+    tables = {"model": {}, **tables}
+    growth = tables.get("growth")
+    if isinstance(growth, dict):
+        tables["growth"] = _with_sizes(growth)
+    elif isinstance(growth, list):
+        tables["growth"] = [_with_sizes(x) if isinstance(x, dict) else x for x in growth]
+    _check_keys(tables, path)
+    return to_dataclass(Run, tables, str(path))
+
+
+def _sections(tables: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each section, its place in messages, and its table. Several growths are a list."""
+    for section, value in tables.items():
+        several = isinstance(value, list)
+        for i, table in enumerate(value if several else [value]):
+            if isinstance(table, dict):
+                yield section, f"{section}[{i}]" if several else section, table
+
+
+def _with_sizes(table: dict[str, Any]) -> dict[str, Any]:
+    """A table of a growth with the sizes that stand beside its other keys put into `sizes`."""
+    names = keys()["growth"]
+    # a size of a wrong type is still one; other unknown keys are typing errors
+    known = GrowthKeywords.__annotations__.keys() - names
+    sizes = {k: v for k, v in table.items() if k in known or (k not in names and type(v) is int)}
+    if not isinstance(table.get("sizes", {}), dict):
+        return table
+    rest = {k: v for k, v in table.items() if k not in sizes}
+    return {**rest, "sizes": {**rest.get("sizes", {}), **sizes}}
+
+
+def _check_keys(tables: dict[str, Any], path: Path) -> None:
+    """Refuse unknown keys, and say what they may mean or which section they belong to."""
+    known = keys()
+    others = {name: its for name, its in known.items() if name != "growth"}
+    for section, place, table in _sections(tables):
+        for key in (key for key in table if key not in known.get(section, table)):
+            start, own = f"{path}: [{place}] has no key {reprlib.repr(key)}", _like(key, others)
+            if section in CHECKPOINTS and key in CALLED:
+                raise GrowthError(f"{start}: give {CHECKPOINTS[section]}")
+            if own:
+                raise GrowthError(f"{start}: it is a section of its own, [{own}]")
+            owners = [(name, _like(key, its)) for name, its in others.items()]
+            named = [
+                f"[{name}] as {like!r}" if like != key else f"[{name}]"
+                for name, like in owners
+                if like
+            ]
+            is_known = any(key in its for its in others.values())
+            if is_known and not get_close_matches(key, known[section]):
+                raise GrowthError(f"{start}: it belongs to {' or '.join(named)}")
+            raise GrowthError(f"{start}{nearest(key, known[section])}")
+
+
+def _like(key: str, names: Collection[str]) -> str | None:
+    """The name that is a key, or its singular or plural."""
+    forms = (key, f"{key}s", key.removesuffix("s"))
+    return next((form for form in forms if form in names), None)
+
+
+@functools.cache
+def keys() -> dict[str, frozenset[str]]:
+    """The keys of each section, but of [trainer], whose keys transformers knows."""
+    found = {}
+    for name, kind in typing.get_type_hints(Run).items():
+        classes = [x for x in (kind, *get_args(kind)) if isinstance(x, type) and is_dataclass(x)]
+        if classes:
+            found[name] = frozenset(x.name for x in fields(classes[0]))
+    return found
+
+
+def check_paths(runs: Sequence[Run], base: Path) -> None:
+    """Check that the models and texts of runs exist, but those that the runs make.
+
+    Args:
+        base: folder that the paths are relative to.
+    """
+    made = [base / run.output.directory for run in runs]
+    for run in runs:
+        growths = [growth.source for growth in run.growths]
+        taught = run.teacher.directories if run.teacher else ()
+        for name in (run.model.path, *growths, *taught):
+            if name is None or any((base / name).is_relative_to(output) for output in made):
+                continue
+            place = base / name
+            if not place.exists():
+                refuse_other_names(name)
+            if place.exists() or not is_hub_name(name, base):
+                config_directory(place)
+        for growth in run.growths:
+            if growth.source:
+                refuse_by_config(config_of(base / growth.source), growth.to, growth.sizes)
+        for key, sets in (("train", run.data.train), ("validation", run.data.validation)):
+            for name, patterns in sets.items() if isinstance(sets, dict) else [("", sets)]:
+                for pattern in patterns:
+                    matching_files(base, pattern, f"data.{key}{'.' * bool(name)}{name}")

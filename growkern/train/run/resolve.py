@@ -39,14 +39,7 @@ from growkern.growth.source import (
 )
 from growkern.package import version
 from growkern.publish import LOCK_FILE, MANIFEST, move, recorded_in, why_kept
-from growkern.train.dataset import (
-    DataSection,
-    Reader,
-    early_collator,
-    find_sources,
-    fingerprint,
-    open_data,
-)
+from growkern.train.dataset import Reader, early_collator, find_sources, fingerprint, open_data
 from growkern.train.distributed import check_replicas, join_processes
 from growkern.train.loop import (
     Beginning,
@@ -57,15 +50,14 @@ from growkern.train.loop import (
 )
 from growkern.train.loss import check_tokenizers
 from growkern.train.model import check_directory, check_fits, has_tokenizer, load_tokenizer
-from growkern.train.objectives import Objective, choose
+from growkern.train.objectives import choose
 from growkern.train.rules import check
-from growkern.train.run.file import (
-    Run,
-    TrainingSection,
+from growkern.train.run.arguments import (
     check_best_metric,
     checked_arguments,
     training_arguments,
 )
+from growkern.train.run.file import Run, TrainingSection
 from growkern.train.safety import (
     MARKER,
     STAGING,
@@ -78,6 +70,7 @@ from growkern.train.safety import (
     open_staging,
     step_of,
 )
+from growkern.train.sections import DataSection, Objective
 
 # one of the longest run files makes this much
 FORMAT = 1

@@ -27,7 +27,6 @@ from growkern.errors import FOUND, GrowthError, say, warn, without_bars
 from growkern.growth.optimizer import grow_optimizer_into
 from growkern.publish import locked
 from growkern.train.dataset import from_first, read_data
-from growkern.train.distributed import DistributedOptions
 from growkern.train.distributed.shard import shard
 from growkern.train.loop import (
     ModelSize,
@@ -53,6 +52,7 @@ from growkern.train.run.resolve import (
     resolve,
 )
 from growkern.train.safety import SignalWatch, close_staging, last_checkpoint, step_of
+from growkern.train.sections import DistributedOptions
 from growkern.train.topk_teacher import TopKTeacher
 
 

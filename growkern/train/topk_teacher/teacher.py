@@ -23,7 +23,6 @@ from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.loss import (
     TEACHER_IDS,
-    InheritanceSchedule,
     Teachers,
     check_padding,
     check_same_objective,
@@ -36,6 +35,7 @@ from growkern.train.loss import (
 from growkern.train.model import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.objectives import Collator, IndexedDataset, OuterCollator
 from growkern.train.rules import check
+from growkern.train.sections import InheritanceSchedule
 
 IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"
 # stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.growth.optimizer.state import known_names
-from growkern.train.loop.growing import GrowthStep, sizes_of_run
+from growkern.train.loop.growing import sizes_of_run
+from growkern.train.sections import GrowthStep
 from testbed.models import random_model
 
 SIZES = {

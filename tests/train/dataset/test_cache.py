@@ -15,8 +15,8 @@ from growkern.publish.calls import Lock, lock_file_of
 from growkern.train.dataset import cache
 from growkern.train.dataset import training_data as loading
 from growkern.train.dataset.records import Reader
-from growkern.train.dataset.source import DataSection
 from growkern.train.dataset.training_data import load_data
+from growkern.train.sections import DataSection
 from tests.train.dataset.data import WORDS, plain_rows, rows_of, texts, tokenizer, write_jsonl
 
 LENGTH = 8

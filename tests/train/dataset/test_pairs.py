@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern import run as train
-from growkern.train.dataset.source import DataSection
 from growkern.train.dataset.training_data import load_data
+from growkern.train.sections import DataSection
 from testbed.tiny import arguments, build
 from tests.train.dataset.data import CLS, SEP, ids_of, in_order, texts, tokenizer, write_jsonl
 from tests.train.run.test_run import save_tokenizer

@@ -16,14 +16,8 @@ from growkern import GrowthError
 from growkern import run as train
 from growkern.errors import GrowthWarning
 from growkern.train.run import start as module
-from growkern.train.run.file import (
-    OWNED,
-    REFUSED,
-    OutputSection,
-    Run,
-    checked_arguments,
-    reports_of,
-)
+from growkern.train.run.arguments import OWNED, REFUSED, checked_arguments, reports_of
+from growkern.train.run.file import OutputSection, Run
 from growkern.train.safety.signals import Terminated
 from testbed.forked_ranks import on_ranks
 from testbed.tiny import build

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 import growkern
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.train.dataset.source import DataSection
 from growkern.train.dataset.stream import PLACE, PlacingCollator, StreamReader, TokenStream
 from growkern.train.dataset.training_data import load_data
+from growkern.train.sections import DataSection
 from tests.train.dataset.data import CLS, SEP, ids_of, plain_rows, texts, tokenizer, write_jsonl
 
 LENGTH, BATCH = 8, 3

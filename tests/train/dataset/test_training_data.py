@@ -10,9 +10,9 @@ import torch
 
 from growkern import GrowthError
 from growkern.train.dataset import source
-from growkern.train.dataset.source import DataSection
 from growkern.train.dataset.training_data import load_data, pack_text
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
+from growkern.train.sections import DataSection
 from testbed.tiny import VOCAB
 from tests.train.dataset.data import (
     CLS,

@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset, SubsetRandomSampler
 from transformers import Trainer
 
 from growkern import TwoStageTrainer
-from growkern.train.distributed.shard import DistributedOptions, make_mesh, shard
-from growkern.train.loop.growing import GrowthStep
+from growkern.train.distributed.shard import make_mesh, shard
 from growkern.train.run import start as module
+from growkern.train.sections import DistributedOptions, GrowthStep
 from testbed.tiny import Batches, arguments, build
 
 RUNS = ("run-ddp", "run-fsdp")

@@ -11,7 +11,8 @@ import growkern
 from docs import options as generate
 from growkern import LossOptions, inherited_loss
 from growkern.ops.loss.rows import options as declared_options
-from growkern.ops.loss.rows.options import LABEL_OPTIONS, LIMITS, LossCall, Maths
+from growkern.ops.loss.rows.options import LossCall, Maths
+from growkern.ops.loss.rows.values import LABEL_OPTIONS, LIMITS
 
 KEYWORDS = {
     "kl_mlm_loss": declared_options.LogitKeywords,

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from growkern import GrowthError
-from growkern.train.objectives.language_modeling import input_length, raw_length, span_counts
 from growkern.train.objectives.spans import SpanCorruptionCollator
+from growkern.train.sections import input_length, raw_length, span_counts
 from tests.train.objectives.places import rows_of, tokenizer
 
 TOKENIZER = tokenizer("t5")

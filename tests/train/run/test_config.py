@@ -7,8 +7,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from growkern import GrowthError, OptimizerOptions, TwoStageConfig
-from growkern.train.run.file import Run, load_run
-from growkern.train.run.tables import _with_teacher, check_paths, keys, read_tables
+from growkern.train.run.file import Run, _with_teacher, check_paths, keys, load_run, load_runs
 
 COMPLETE = """
 [model]
@@ -77,13 +76,13 @@ growth = { source = "run/generation-1", hidden_size = 8 }
 inheritance = { end_step = 1 }
 """
     file.write_text(rest + runs)
-    check_paths(read_tables(file), tmp_path)
+    check_paths(load_runs(file), tmp_path)
     # a name of a model on the Hub may be one, but not where there is a folder of its first part
     for name in ("owner/name", "./run/generation-1", "small/name"):
         file.write_text(
             f'{rest.replace("run", "out")}growth = [{{ source = "{name}", hidden_size = 8 }}]'
         )
-        tables = read_tables(file)
+        tables = load_runs(file)
         if name == "owner/name":
             check_paths(tables, tmp_path)
             continue

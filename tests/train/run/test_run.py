@@ -16,12 +16,13 @@ from growkern.plot.curves import read_curve, runs_in
 from growkern.plot.roles import arrange
 from growkern.publish.calls import locked
 from growkern.train.loop.display import last_losses
-from growkern.train.objectives.language_modeling import Objective
 from growkern.train.run import resolve as run_directory
+from growkern.train.run.arguments import training_arguments
 from growkern.train.run.banner import TASKS
-from growkern.train.run.file import load_runs, training_arguments
+from growkern.train.run.file import load_runs
 from growkern.train.run.generations import check_growths
 from growkern.train.run.resolve import resolve
+from growkern.train.sections import Objective
 from testbed.tiny import VOCAB, build
 
 RUN = """

@@ -1,9 +1,9 @@
 """The options of the losses, each declared once, and their checks.
 
-`LossCall` has their names, types, defaults and meanings, and `LIMITS` the values that a number may
-have. The keywords of each loss repeat names and types for editors and type checkers; `public` adds
-the rest to a loss. From here `python -m docs.options` writes `growkern/train/loss/sections.py`, the
-sections of a run file, and `csrc/maths.h`.
+`LossCall` has their names, types, defaults and meanings. The keywords of each loss repeat names and
+types for editors and type checkers; `public` adds the rest to a loss. From here
+`python -m docs.options` writes `growkern/train/sections.py`, the sections of a run file, and
+`csrc/maths.h`.
 """
 
 import functools
@@ -11,21 +11,18 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from growkern.arguments import NOT_NEGATIVE, POSITIVE, SHARE, Limit
+from growkern.arguments import SHARE, Limit
 from growkern.errors import GrowthError, nearest
 from growkern.ops.backend import check_tensors
+from growkern.ops.loss.rows.values import LABEL_OPTIONS, LIMITS, Divergence, KLRows, Reduction, Tail
 
 IGNORE_INDEX = -100
-Divergence = Literal["forward", "reverse", "jsd"]
-KLRows = Literal["labels", "all"]
-Reduction = Literal["mean", "sum", "none"]
-Tail = Literal["bucket", "renormalise"]
 REDUCTIONS, DIVERGENCES, TAILS = map(get_args, (Reduction, Divergence, Tail))
 
 # ------------------------------------------------------------------- declarations
@@ -329,23 +326,7 @@ class Maths(NamedTuple):
         return self._replace(softcap=0.0, label_smoothing=0.0)
 
 
-_CAP = POSITIVE._replace(must=f"{POSITIVE.must}, or None for no cap")
-LIMITS = {
-    "temperature": POSITIVE,
-    "softcap": _CAP,
-    "teacher_softcap": _CAP,
-    "label_smoothing": Limit(lambda x: 0 <= x < 1, "lie in [0, 1)"),
-    "z_loss": NOT_NEGATIVE,
-    "beta": Limit(
-        lambda x: 0 < x < 1,
-        "lie in (0, 1), as the divergence is 0 at both ends (use 'forward' or 'reverse')",
-    ),
-}
 _MAY_BE_NONE = {name for name in LIMITS if LossCall._field_defaults[name] is None}
-# how the term of a label is computed: also without a teacher, and in section [loss] of a run file
-LABEL_OPTIONS = ("label_smoothing", "z_loss")
-# how student and teachers are compared: also in section [inheritance]
-KL_OPTIONS = ("temperature", "divergence", "beta")
 
 
 class Options(NamedTuple):
