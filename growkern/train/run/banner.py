@@ -40,13 +40,13 @@ def _describe_precision(run: ResolvedRun) -> str:
     """The dtypes of the weights in training and on disk."""
     distributed = run.settings.distributed
     is_bf16 = run.settings.is_sharded and distributed and distributed.param_dtype == "bf16"
-    used = "bfloat16 over float32 shards" if is_bf16 else PRECISIONS[str(run.trainer.precision)]
+    used = "bfloat16 over float32 shards" if is_bf16 else PRECISIONS[str(run.beginning.precision)]
     return f"{used}; the checkpoint is {str(run.model.dtype).removeprefix('torch.')}"
 
 
 def _describe_device(run: ResolvedRun) -> str:
     """The device of a process, the number of processes, and how they share the model."""
-    device, processes = run.trainer.args.device, run.trainer.args.world_size
+    device, processes = run.beginning.args.device, run.beginning.args.world_size
     name = str(device)
     if device.type == "cuda":
         name = f"{device.type} ({torch.cuda.get_device_name(device)})"
@@ -89,7 +89,7 @@ def _describe_growths(settings: Run, done: int) -> str:
 
 def _describe_logs(run: ResolvedRun) -> str:
     """How often the run logs, and where."""
-    others = "".join(f" and {name}" for name in run.trainer.args.report_to)
+    others = "".join(f" and {name}" for name in run.beginning.args.report_to)
     every = run.settings.training.log_every
     return f"every {every} steps; all values go to trainer_state.json of each checkpoint{others}"
 

@@ -385,7 +385,7 @@ class ResolvedRun:
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
         plan: of the growth at the start.
-        trainer: what its trainer begins with. The model is on the meta device, and teachers and
+        beginning: what its trainer begins with. The model is on the meta device, and teachers and
             data are still to be read.
     """
 
@@ -399,7 +399,7 @@ class ResolvedRun:
     texts: Mapping[str, list[Path]]
     inputs: Mapping[str, Path]
     plan: GrowthPlan | None
-    trainer: Beginning
+    beginning: Beginning
 
 
 def locate(base: Path, name: str, revision: str | None = None) -> Path:
@@ -450,7 +450,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         join_processes()
     args = training_arguments(run, output, progress=progress)
     collator = early_collator(data, readers, tokenizer, run.training.seed)
-    trainer = _beginning(
+    beginning = _beginning(
         run,
         base,
         teachers,
@@ -472,7 +472,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         texts=texts,
         inputs=inputs,
         plan=plan,
-        trainer=trainer,
+        beginning=beginning,
     )
 
 
@@ -524,7 +524,7 @@ def _student(model: Checkpoint, plan: GrowthPlan | None) -> Any:
 def _beginning(run: Run, base: Path, teachers: Sequence[Checkpoint], **made: Any) -> Beginning:
     """What the trainer of a run begins with, after the checks of a trainer and of its callbacks."""
     training = run.training
-    trainer = Beginning(
+    begins = Beginning(
         **made,
         two_stage=run.two_stage,
         inheritance=run.inheritance,
@@ -537,11 +537,11 @@ def _beginning(run: Run, base: Path, teachers: Sequence[Checkpoint], **made: Any
     )
     if training.expert_balancing is not None:
         balancing = ExpertBalancing(training.expert_balancing)
-        balancing.watch(trainer.model)
-        trainer.options["callbacks"] = [balancing]
+        balancing.watch(begins.model)
+        begins.options["callbacks"] = [balancing]
     runs = run.teacher is None or run.teacher.is_model
     models = [teacher.without_weights() for teacher in teachers] if runs else None
-    return trainer.together(models, sharded=run.is_sharded, has_length=not run.data.streaming)
+    return begins.together(models, sharded=run.is_sharded, has_length=not run.data.streaming)
 
 
 def _words_of(teacher: Checkpoint, length: int) -> Any:

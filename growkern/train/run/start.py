@@ -223,13 +223,13 @@ def build_trainer(
     rows_of_teacher = _rows_of_teacher(run)
     if rows_of_teacher is not None:
         rows_of_teacher.check_objective(run.data.objective == "clm")
-        tokenizer = run.trainer.options["processing_class"]
-        rows_of_teacher.common_vocabulary(run.trainer.model, tokenizer)
+        tokenizer = run.beginning.options["processing_class"]
+        rows_of_teacher.common_vocabulary(run.beginning.model, tokenizer)
     seed = training.seed
     data: Any = read_data(run.data, run.readers, base=run.base, seed=seed, progress=progress)
 
     def length() -> tuple[int, int]:
-        return steps_per_epoch(len(data.train), run.trainer.args), training.steps
+        return steps_per_epoch(len(data.train), run.beginning.args), training.steps
 
     # only to refuse it before the model is read: the trainer counts the batches of its own loader
     stages_in_steps(settings.two_stage, settings.later_growths, length)
@@ -240,10 +240,10 @@ def build_trainer(
     rows = {"train_dataset": data.train, "eval_dataset": data.validation}
     trainer = trainer_of_run(
         replace(
-            run.trainer,
+            run.beginning,
             model=model,
             teacher=rows_of_teacher or teachers,
-            options={**run.trainer.options, **rows},
+            options={**run.beginning.options, **rows},
         )
     )
     # so that the curves of small and grown models begin alike
@@ -294,7 +294,7 @@ def _rows_of_teacher(run: ResolvedRun) -> TopKTeacher | None:
     size = section.vocab_size
     served = ServedTeacher(
         str(section.url), section.k or 0, model=section.served_model, vocab_size=size,
-        tokenizer=run.trainer.options["processing_class"] if size else None,
+        tokenizer=run.beginning.options["processing_class"] if size else None,
     )  # fmt: skip
     return TopKTeacher(served, schedule)
 

@@ -32,9 +32,9 @@ def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
     assert [one.directory for one in run.teachers] == [workplace / "teacher"]
     assert run.data.objective == "mlm" and run.output == workplace / "out"
     assert list(run.inputs) == ["model", "teacher"]
-    args = run.trainer.args
-    assert next(run.trainer.model.parameters()).is_meta
-    assert run.trainer.precision == "fp32" and args.device.type == "cpu"
+    args = run.beginning.args
+    assert next(run.beginning.model.parameters()).is_meta
+    assert run.beginning.precision == "fp32" and args.device.type == "cpu"
     assert args.max_steps == 6 and args.optim == "adamw_torch_fused"
     assert not run.output.exists()
     edit(workplace / "teacher/config.json", quantization_config={"quant_method": "gptq"})
