@@ -25,12 +25,12 @@ from __future__ import annotations
 import functools
 import reprlib
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from growkern.arguments import (
     MOST_NUMPY_SEED,
@@ -41,7 +41,7 @@ from growkern.arguments import (
     check_fields,
     check_steps,
 )
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError
 from growkern.files import matching_files, read_toml, to_dataclass
 from growkern.growth.options import GrowthKeywords, refuse_by_config
 from growkern.growth.source import config_directory, config_of, is_hub_name, refuse_other_names
@@ -62,7 +62,6 @@ from growkern.train.sections import (
 )
 from growkern.train.topk_teacher import check_url
 
-T = TypeVar("T")
 # how each section names its checkpoint, and what else that is called
 CHECKPOINTS = {
     "model": 'path = "DIRECTORY"',
@@ -352,7 +351,7 @@ def load_runs(path: str | Path) -> list[Run]:
         if directory := _directory(merged):
             merged["output"] = {**merged["output"], "directory": f"{directory}/generation-{number}"}
         runs.append(merged)
-    return of_each(runs, lambda merged: _run_of(merged, path))
+    return _of_each(runs, path)
 
 
 def _with_teacher(tables: dict[str, Any]) -> dict[str, Any]:
@@ -366,12 +365,12 @@ def _with_teacher(tables: dict[str, Any]) -> dict[str, Any]:
     return {"teacher": {"paths": [source]}, **tables}
 
 
-def of_each(runs: Sequence[dict[str, Any]], make: Callable[[dict[str, Any]], T]) -> list[T]:
-    """What `make` makes of the tables of each run. A fault of some alone names the generation."""
+def _of_each(runs: Sequence[dict[str, Any]], path: Path) -> list[Run]:
+    """The runs of these tables. A fault of some alone names the generation."""
     made, faults = [], {}
     for number, tables in enumerate(runs, start=1):
         try:
-            made.append(make(tables))
+            made.append(_run_of(tables, path))
         except GrowthError as error:
             faults[number] = error
     for number, fault in faults.items():

@@ -241,7 +241,7 @@ def test_tries_again_while_the_server_is_busy(server):
         ([(503, {}, b"upstream is down")] * 9, r"503 .*upstream is down \(3 attempts\)"),
         ([(400, {}, b'{"error": {"message": "at most 20"}}')], "400 Bad Request: at most 20$"),
         ([(401, {}, b"")], "401 Unauthorized: give the server's api_key"),
-        ([(200, {}, b"<html>")], "the answer is not JSON"),
+        ([(200, {}, b"<html>")] * 9, r"the answer is not JSON .*\(3 attempts\)"),
         ([(200, {}, b"{}")], "lacks a prompt's log-probs in the schema of"),
     ],
 )
