@@ -2,12 +2,11 @@
 
 `python -m docs.options` writes
 
-- `growkern/train/sections.py`, the options of losses in the sections of a run file. What is
-  written by hand stays there: the other words of docstrings, own options, methods;
+- `growkern/train/sections.py`: what the options of losses mean in a run file, and their types and
+  defaults. A new one is put there by hand first;
 - `csrc/maths.h`, the numbers that the compiled kernels get.
 """
 
-import ast
 import re
 from pathlib import Path
 
@@ -19,40 +18,32 @@ DECLARED = ROOT / "growkern/ops/loss/rows/options.py"
 OPTIONS, HEADER = ROOT / "growkern/train/sections.py", ROOT / "csrc/maths.h"
 # the options that a section of a run file gets
 SECTIONS = {"LossOptions": LABEL_OPTIONS, "InheritanceSchedule": KL_OPTIONS}
-# options that have another type or default in training: as `InheritanceSchedule` declares them
-IN_TRAINING = ("temperature", "kl_rows")
+# in training it has another default, as `InheritanceSchedule` declares it
+IN_TRAINING = "temperature"
 
 
-def _class(text: str, name: str) -> tuple[ast.ClassDef, dict[str, str], dict[str, str]]:
-    """A class, the type and default of each field, and the entries of its docstring."""
-    node = next(x for x in ast.parse(text).body if getattr(x, "name", None) == name)
-    fields = {
-        ast.unparse(x.target): f"{ast.unparse(x.annotation)} = {ast.unparse(x.value)}"
-        for x in node.body
-        if isinstance(x, ast.AnnAssign) and ast.unparse(x.target) != "LIMITS"
-    }
-    words = ast.get_docstring(node, clean=False).partition("Args:\n")[2].partition("\n\n")[0]
-    entries = re.split(r"\n(?= {8}\S)", words.rstrip())
-    plain = {name: x.replace("'", '"') for name, x in fields.items()}
-    return node, plain, {x.strip().partition(":")[0]: x for x in entries}
+def _parts(text: str, name: str) -> tuple[str, dict[str, str], dict[str, str]]:
+    """The text of a class, the entries of its docstring, and its fields, by their names."""
+    whole = re.search(rf"class {name}\(?.*?(?=\n\n\n|\Z)", text, re.DOTALL)[0]
+    words = whole.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"\n(?= {8}\S)", words.rstrip().removesuffix('\n    """'))
+    fields = re.findall(r"^ {4}(\w+): .* = .*$", whole, re.MULTILINE)
+    lines = {x: re.search(rf"^ {{4}}{x}: .*$", whole, re.MULTILINE)[0] for x in fields}
+    return whole, {x.strip().partition(":")[0]: x for x in entries}, lines
 
 
 def sections(text: str) -> str:
     """The file of the sections, from its present text."""
-    _, declared, meanings = _class(DECLARED.read_text(), "LossCall")
+    _, meanings, declared = _parts(DECLARED.read_text(), "LossCall")
     for name, options in SECTIONS.items():
-        node, fields, entries = _class(text, name)
-        source = old = ast.get_source_segment(text, node)
+        old, entries, fields = _parts(text, name)
         # `row_weights` is the name of a column there
-        for option in [x for x in (*fields, *options) if x in meanings and x != "row_weights"]:
-            last = [*entries.values()][-1]
-            there, new = entries.get(option, last), meanings[option]
-            source = source.replace(there, new if option in entries else f"{last}\n{new}")
-        for option in [x for x in options if x not in IN_TRAINING]:
-            last = option if option in fields else [*fields][-1]
-            there, new = f"    {last}: {fields[last]}\n", f"    {option}: {declared[option]}\n"
-            source = source.replace(there, new if option in fields else there + new)
-        text = text.replace(old, source)
+        new = old
+        for option in [x for x in entries if x in meanings and x != "row_weights"]:
+            new = new.replace(entries[option], meanings[option])
+        for option in [x for x in options if x != IN_TRAINING]:
+            new = new.replace(fields[option], declared[option])
+        text = text.replace(old, new)
     return text
 
 

@@ -6,6 +6,11 @@ from transformers import PreTrainedModel, TrainingArguments
 
 VOCAB = 48
 FAMILIES = ("bert", "gpt2", "llama")
+# what a log line measures: it differs between runs that are equal otherwise
+MEASURED = (
+    *("tokens_per_second", "step_time", "data_time_share", "checkpoint_time"),
+    *("max_memory_allocated", "maxrss", "mfu"),
+)
 
 
 def build(

@@ -11,10 +11,9 @@ import transformers
 
 from growkern import GrowthError
 from growkern import run as train
-from growkern.train.loop.meter import MEASURED
 from testbed import warm
 from testbed.forked_ranks import on_ranks
-from testbed.tiny import Batches
+from testbed.tiny import MEASURED, Batches
 from tests.train import ranks
 from tests.train.distributed import rows
 from tests.train.run.test_run import RUN, workplace  # noqa: F401

@@ -11,11 +11,10 @@ from transformers import trainer as trainer_of_transformers
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.dataset.training_data import TokenBlocks
-from growkern.train.loop.meter import MEASURED
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from testbed.models import random_model
 from testbed.relatives import RELATIVES
-from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build
+from testbed.tiny import MEASURED, VOCAB, Batches, TinyTokenizer, arguments, build
 from tests.train.safety.runs import assert_same, small_trainer, weights_of
 
 STEPS = 10

@@ -28,13 +28,6 @@ try:
 except ImportError:
     resource = None  # type: ignore[assignment]
 
-# What a log line measures: it differs between runs that are equal otherwise. Trainer's
-# `speed_metrics` writes ..._tokens_per_second, PyTorch and Trainer name max_memory_allocated, and
-# SLURM maxrss. Trainer's callbacks of TensorBoard and W&B put train/ before each name
-MEASURED = (
-    *("tokens_per_second", "step_time", "data_time_share", "checkpoint_time"),
-    *("max_memory_allocated", "maxrss", "mfu"),
-)
 # FLOP/s of dense products in 16 bits, for names of devices with these words; the first one counts.
 # As in `get_peak_flops` of torchtitan 0.3.0 (torchtitan/tools/utils.py), which names the page of
 # NVIDIA for each. 0: the H200 NVL is slower than the H200, and is not there

@@ -14,10 +14,10 @@ import growkern
 from growkern import GrowthError
 from growkern import run as train
 from growkern.cli.commands import app
-from growkern.train.loop.meter import MEASURED
 from growkern.train.run.file import load_run
 from growkern.train.safety.export import export
 from testbed.forked_ranks import on_ranks
+from testbed.tiny import MEASURED
 from tests.train.distributed import run_ranks
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 

@@ -5,7 +5,6 @@ import torch
 import transformers
 
 from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrainer
-from growkern.train.loop.meter import MEASURED
 from growkern.train.loss import inheritance
 from growkern.train.loss.batch_rows import (
     ROW_COUNTS,
@@ -16,7 +15,7 @@ from growkern.train.loss.batch_rows import (
 )
 from growkern.train.run.file import Run
 from testbed.forked_ranks import on_ranks
-from testbed.tiny import Batches, arguments, build, losses_of
+from testbed.tiny import MEASURED, Batches, arguments, build, losses_of
 from tests.train.loss import epochs
 from tests.train.loss.plain import plain_loss
 from tests.train.run.test_config import COMPLETE, load  # noqa: F401
