@@ -13,7 +13,7 @@ from transformers import BertConfig, EncoderDecoderModel, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 import growkern
-from growkern.train.loop.growing import ModelSize, grown_model, unfilled_model
+from growkern.train.loop.growing import grown_model, unfilled_model
 from growkern.train.model.language_model import load_language_model
 from growkern.train.sections import DistributedOptions
 from testbed.models import BERT, GPT2, LLAMA, random_model
@@ -66,7 +66,7 @@ def grown_in_a_run(source, tmp_path):
 def resumed_in_a_run(source, tmp_path):
     model = grown(source, tmp_path)
     empty = unfilled_model(
-        type(source).__name__, ModelSize(model.config, None), DistributedOptions(), source.dtype
+        type(source).__name__, model.config, None, DistributedOptions(), source.dtype
     )
     empty.load_state_dict(model.state_dict())
     return empty

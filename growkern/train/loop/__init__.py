@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from growkern.train.loop.checks import stages_in_steps, steps_per_epoch
     from growkern.train.loop.display import last_losses
     from growkern.train.loop.growing import grown_model
-    from growkern.train.loop.growing import later_sizes, ModelSize, on_meta, options_of
-    from growkern.train.loop.growing import unfilled_model
+    from growkern.train.loop.growing import later_plans, on_meta, options_of, unfilled_model
     from growkern.train.loop.trainer import trainer_of_run, TwoStageTrainer
 # fmt: on
 

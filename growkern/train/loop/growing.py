@@ -14,7 +14,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,20 +49,11 @@ from growkern.train.sections import DistributedOptions, GrowthStep
 LEAST_RATE, PARTS = 0.9, 100
 
 
-def _check_new_layers(step: GrowthStep, size: ModelSize) -> None:
-    """Check that a growth whose new layers train alone adds some."""
-    old, new = zip(*layers_around(size), strict=True)
-    before, after = (" and ".join(map(str, layers)) for layers in (old, new))
-    facts = {"added": old != new and are_above(size), "before": before, "after": after}
-    check_rules("new layers", step=step, **facts)
-
-
-def are_above(size: ModelSize) -> bool:
+def are_above(plan: GrowthPlan) -> bool:
     """Whether the new layers of a growth are copies that stand above all layers before it."""
-    assert size.plan is not None
-    old = (count for count, _ in layers_around(size))
-    pairs = zip(size.plan.layer_maps.values(), old, strict=True)
-    return not size.plan.inserted and all(made[:n] == (*range(n),) for made, n in pairs)
+    old = (count for count, _ in layers_around(plan))
+    pairs = zip(plan.layer_maps.values(), old, strict=True)
+    return not plan.inserted and all(made[:n] == (*range(n),) for made, n in pairs)
 
 
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
@@ -81,37 +72,27 @@ def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthSte
     return factor
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """A size that a model has during a run. The model that the run begins with has no plan."""
-
-    config: PreTrainedConfig
-    plan: GrowthPlan | None
-
-
-def new_part(step: int, growth: GrowthStep, size: ModelSize) -> ModelPart | None:
+def new_part(step: int, growth: GrowthStep, plan: GrowthPlan) -> ModelPart | None:
     """The part that trains after a growth while its `new_layers_steps` last; None later."""
     if step >= growth.at_step + growth.new_layers_steps:
         return None
-    layers = layers_around(size)
+    layers = layers_around(plan)
     return ModelPart(max(new for _, new in layers), tuple(new - old for old, new in layers))
 
 
-def layers_around(size: ModelSize) -> list[tuple[int, int]]:
-    """The layers before and after the growth to a size, of each stack in the order of the model."""
-    if size.plan is None:
-        raise ValueError("a run begins with this size, without a growth")
-    keys = size.plan.small.family.stacks.values()
-    return [(size.plan.small.size(key), size.plan.large.size(key)) for key in keys]
+def layers_around(plan: GrowthPlan) -> list[tuple[int, int]]:
+    """The layers before and after a growth, of each stack in the order of the model."""
+    keys = plan.small.family.stacks.values()
+    return [(plan.small.size(key), plan.large.size(key)) for key in keys]
 
 
-def sizes_of_run(
+def plans_of_run(
     model: Any,
     growth: Sequence[GrowthStep],
     check: Callable[[Any], None] = lambda model: None,
     planned: Sequence[GrowthPlan] | None = None,
-) -> list[ModelSize]:
-    """The sizes of a model during a run, from its config alone.
+) -> list[GrowthPlan]:
+    """The growths of a model during a run, from its config alone.
 
     Args:
         check: gets a model on the meta device after each growth, and raises a GrowthError if the
@@ -129,8 +110,7 @@ def sizes_of_run(
                     f"{head} and {owner} are two tensors, which growth inside a run would tie: "
                     "grow the model before the run, with growkern grow"
                 )
-    start = ModelSize(config, plan_before(model))
-    return [start, *later_sizes(small, history_of(model), dtype, growth, check, planned)]
+    return later_plans(small, history_of(model), dtype, growth, check, planned)
 
 
 def plan_before(model: Any) -> GrowthPlan | None:
@@ -142,16 +122,16 @@ def plan_before(model: Any) -> GrowthPlan | None:
         return None
 
 
-def later_sizes(
+def later_plans(
     small: ModelSpec,
     history: History,
     dtype: torch.dtype,
     growth: Sequence[GrowthStep],
     check: Callable[[Any], None] = lambda model: None,
     planned: Sequence[GrowthPlan] | None = None,
-) -> list[ModelSize]:
-    """The sizes after each growth inside a run, each planned against the one before."""
-    sizes = []
+) -> list[GrowthPlan]:
+    """The growths inside a run, each planned against the one before."""
+    plans = []
     for number, step in enumerate(growth, start=1):
         known = None if planned is None else planned[number - 1]
         try:
@@ -159,9 +139,9 @@ def later_sizes(
         except GrowthError as error:
             which = f"growth {number} of {len(growth)} inside the run, the growth at step"
             raise GrowthError(f"{which} {step.at_step}: {error}") from error
-        sizes.append(ModelSize(made.target_config, made))
+        plans.append(made)
         small, history = made.large, History(made)
-    return sizes
+    return plans
 
 
 def _plan_of_config(
@@ -185,7 +165,10 @@ def _plan_of_config(
         if not uses(made)["depth"][0]:
             # nobody chose the depth that growths in a run have
             made = replace(made, options=replace(made.options, depth=DEFAULT_DEPTH))
-        _check_new_layers(growth, ModelSize(made.target_config, made))
+        old, new = zip(*layers_around(made), strict=True)
+        before, after = (" and ".join(map(str, layers)) for layers in (old, new))
+        facts = {"added": old != new and are_above(made), "before": before, "after": after}
+        check_rules("new layers", step=growth, **facts)
     else:
         made = with_source(planned, source, dtype)
     model = on_meta(made.large.class_name, made.target_config, dtype)
@@ -232,7 +215,8 @@ def grown_model(
 
 def unfilled_model(
     class_name: str,
-    size: ModelSize,
+    config: PreTrainedConfig,
+    plan: GrowthPlan | None,
     options: DistributedOptions,
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
@@ -241,10 +225,11 @@ def unfilled_model(
 
     It has the class of the model that the run began with, unless that became a mixture.
     """
-    name = class_name if size.plan is None else size.plan.large.class_name
-    model = shard(on_meta(name, size.config, dtype), options, mesh)
-    if size.plan is not None:
-        model.growth_plan = size.plan
+    model = shard(
+        on_meta(plan.large.class_name if plan else class_name, config, dtype), options, mesh
+    )
+    if plan is not None:
+        model.growth_plan = plan
     device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))
     materialise(model, device)
     restore_buffers(model)
@@ -301,7 +286,7 @@ class GrowthInRun:
 
     Attributes:
         grown: how many of them the model in memory has behind it.
-        sizes: of the model, before all growths and after each of them.
+        plans: of the growths.
         source: the checkpoint of the smaller model from which the model in memory was just grown.
         ends_here: whether this part of the run ends because the model will grow.
     """
@@ -310,7 +295,7 @@ class GrowthInRun:
         self.steps, self.grown = tuple(steps), 0
         self.source: Path | None = None
         self.ends_here = self._stops = False
-        self.sizes: list[ModelSize] = []
+        self.plans: list[GrowthPlan] = []
         self._began, self._parameters = 0.0, 0
         first = getattr(model, "growth_plan", None)
         # of random weights, which the method "random" makes, nothing has grown
@@ -323,9 +308,10 @@ class GrowthInRun:
         check: Callable[[Any], Any],
         planned: Sequence[GrowthPlan] | None = None,
     ) -> None:
-        """Plan every growth against the model that the run has until then; see `sizes_of_run`."""
+        """Plan every growth against the model that the run has until then; see `plans_of_run`."""
         if self.steps:
-            self.sizes = sizes_of_run(model, self.steps, check, planned)
+            self._start = copy.deepcopy(model.config), plan_before(model)
+            self.plans = plans_of_run(model, self.steps, check, planned)
 
     def grown_at(self, checkpoint: Path | None) -> int:
         """How many growths the model of a checkpoint has behind it; None is the start."""
@@ -358,23 +344,23 @@ class GrowthInRun:
 
     def unfilled(self, grown: int, old: Former) -> Any:
         """A model of the size after so many growths, whose weights are 0."""
-        size = self.sizes[grown]
-        model = unfilled_model(self._class_name, size, old.distribution, old.dtype, old.mesh)
+        plan = self.plans[grown - 1] if grown else None
+        parts = (plan.target_config, plan) if plan else self._start
+        model = unfilled_model(self._class_name, *parts, old.distribution, old.dtype, old.mesh)
         self.grown = grown
         return model
 
     def grow(self, checkpoint: Path, old: Former) -> Any:
         """The next larger model, grown from a checkpoint of the smaller one."""
         self._began, self._parameters = time.monotonic(), old.parameters
-        planned = self.sizes[self.grown + 1].plan
-        assert planned is not None
+        planned = self.plans[self.grown]
         model = grown_model(planned, old.distribution, old.dtype, old.mesh, checkpoint)
         self.grown, self.source = self.grown + 1, checkpoint
         return model
 
     def described(self, parameters: int) -> str:
         """The growth that was just made, in words; `parameters`: of the larger model."""
-        changes = _changes(self.sizes[self.grown].plan).items()
+        changes = _changes(self.plans[self.grown - 1]).items()
         sizes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes)
         counts = f"{human(self._parameters)} -> {human(parameters)} parameters"
         seconds = time.monotonic() - self._began
@@ -389,7 +375,7 @@ class GrowthInRun:
             history: the lines before.
         """
         lines = [line for line in history if "loss" in line]
-        changes = _changes(self.sizes[self.grown].plan) if self.grown else self._first
+        changes = _changes(self.plans[self.grown - 1]) if self.grown else self._first
         known = any(line.get("growth") == self.grown for line in lines) if self.grown else lines
         if known or not changes:
             return {}
@@ -428,7 +414,7 @@ class GrowthInRun:
         """The part that trains while only new layers do; None: the whole model."""
         if not self.grown:
             return None
-        return new_part(step, self.steps[self.grown - 1], self.sizes[self.grown])
+        return new_part(step, self.steps[self.grown - 1], self.plans[self.grown - 1])
 
     def rewarm(self, scheduler: Any, name: Any) -> None:
         """Let the learning rate rise again after each growth that asks for it, or scale it.

@@ -44,7 +44,7 @@ from growkern.train.distributed import check_replicas, join_processes
 from growkern.train.loop import (
     Beginning,
     ExpertBalancing,
-    later_sizes,
+    later_plans,
     on_meta,
     options_of,
 )
@@ -570,5 +570,4 @@ def plans_of(
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)
     growths = [growth.inside(base) for growth in run.later_growths]
-    sizes = later_sizes(small, history, dtype, growths)
-    return planned, tuple(size.plan for size in sizes if size.plan is not None)
+    return planned, tuple(later_plans(small, history, dtype, growths))

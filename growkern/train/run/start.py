@@ -29,7 +29,6 @@ from growkern.publish import locked
 from growkern.train.dataset import from_first, read_data
 from growkern.train.distributed.shard import shard
 from growkern.train.loop import (
-    ModelSize,
     TwoStageTrainer,
     check_switches,
     grown_model,
@@ -267,8 +266,8 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
         return shard(start.load(wanted), options)
     if first_start:
         return grown_model(run.plan, options, dtype)
-    size = ModelSize(run.plan.target_config, run.plan)
-    return unfilled_model(run.plan.large.class_name, size, options, dtype)
+    name, config = run.plan.large.class_name, run.plan.target_config
+    return unfilled_model(name, config, run.plan, options, dtype)
 
 
 def _build_teacher(run: ResolvedRun, teacher: Checkpoint) -> Any:

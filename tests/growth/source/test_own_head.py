@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.growth.optimizer.state import known_names
-from growkern.train.loop.growing import sizes_of_run
+from growkern.train.loop.growing import plans_of_run
 from growkern.train.sections import GrowthStep
 from testbed.models import random_model
 
@@ -116,6 +116,6 @@ def test_growth_inside_a_run_is_refused_before_it_starts(tmp_path):
     """The models of a run are made from configs, which say that the head is tied."""
     model, step = stored(tmp_path / "small", tied=False), GrowthStep(at_step=2, sizes={"d_ff": 48})
     with pytest.raises(growkern.GrowthError, match=r"lm_head\.weight and shared\.weight are two"):
-        sizes_of_run(model, [step])
+        plans_of_run(model, [step])
     model.lm_head.weight = model.shared.weight
-    assert len(sizes_of_run(model, [step])) == 2
+    assert len(plans_of_run(model, [step])) == 1

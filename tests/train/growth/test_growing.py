@@ -18,7 +18,7 @@ from transformers import (
 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
-from growkern.train.loop.growing import are_above, new_part, sizes_of_run
+from growkern.train.loop.growing import are_above, new_part, plans_of_run
 from growkern.train.model.sub_model import ModelPart, layer_stacks
 from testbed.tiny import VOCAB, Batches, build
 from tests.shared import walks
@@ -377,11 +377,12 @@ def test_each_stack_trains_the_layers_that_it_gains():
         ({"num_layers": 4, "num_decoder_layers": 6}, (1, 4)),
     ):
         growth = GrowthStep(at_step=2, sizes=sizes, new_layers_steps=3)
-        size = sizes_of_run(model, [growth])[1]
-        depths = [len(stack) for stack in layer_stacks(T5ForConditionalGeneration(size.config))]
-        assert new_part(4, growth, size) == ModelPart(max(depths), trained)
+        (plan,) = plans_of_run(model, [growth])
+        large = T5ForConditionalGeneration(plan.target_config)
+        depths = [len(stack) for stack in layer_stacks(large)]
+        assert new_part(4, growth, plan) == ModelPart(max(depths), trained)
         assert [n - added for n, added in zip(depths, trained, strict=True)] == [3, 2]
-        assert new_part(5, growth, size) is None
+        assert new_part(5, growth, plan) is None
 
 
 @pytest.mark.parametrize(
@@ -390,7 +391,7 @@ def test_each_stack_trains_the_layers_that_it_gains():
 )
 def test_new_layers_are_above_by_their_places(depth, above):
     step = GrowthStep(at_step=2, sizes={"num_hidden_layers": 3}, depth=depth)
-    assert are_above(sizes_of_run(build("bert", layers=2), [step])[1]) == above
+    assert are_above(plans_of_run(build("bert", layers=2), [step])[0]) == above
 
 
 @pytest.mark.parametrize(
