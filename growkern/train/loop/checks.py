@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate import Accelerator
 from accelerate.utils import str_to_bool
@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
 
-from growkern.arguments import as_list, check_kind, check_steps
+from growkern.arguments import Limit, as_list, check_fields, check_kind, check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import refuse_adapters
@@ -33,7 +33,7 @@ from growkern.train.loss import Teachers, TeachersOfSources, check_prediction, i
 from growkern.train.model import TwoStageConfig, layer_stacks, model_depth
 from growkern.train.optimizer import OptimizerMaker, check_optimizer
 from growkern.train.rules import NOT_SHARDED, SHARD, check
-from growkern.train.safety import StepOptions
+from growkern.train.safety import OnNonfinite
 from growkern.train.sections import (
     GrowthStep,
     InheritanceSchedule,
@@ -66,6 +66,8 @@ class Beginning:
     are the growths of a run file; None: they are not planned yet.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {"save_minutes": Limit(lambda x: x >= 0, "be 0 or more")}
+
     model: Any
     args: TrainingArguments
     options: dict[str, Any]
@@ -76,7 +78,8 @@ class Beginning:
     optimizer_options: OptimizerOptions | None
     growth: Sequence[GrowthStep]
     precision: str | None
-    steps: StepOptions
+    on_nonfinite: OnNonfinite = "stop"
+    save_minutes: float = 0.0
     teacher: Any = None
     teacher_tokenizer: Any = None
     planned: Sequence[GrowthPlan] | None = None
@@ -90,6 +93,7 @@ class Beginning:
         """The same, if Python may begin with it; see `together` for the rest of the checks."""
         model, growth = self.model, self.growth
         check_kinds(self)
+        check_fields(self)
         check_switches()
         check_trained_model(model)
         teachers = check_teachers(self.inheritance, self.teacher)

@@ -94,7 +94,7 @@ def make_collaborators(
     kind = {"causal": objective.causal, "decoder": objective.decoder}
     stops = Stops(accelerator)
     saver = Saver(args, accelerator, stops)
-    steps = StepWatch(run.steps, accelerator, stops, saver)
+    steps = StepWatch(run.on_nonfinite, run.save_minutes, accelerator, stops, saver)
     meter = Meter(partial(add_up, accelerator))
     # the data loader of the run counts its rows
     trainer.batches = Batches(accelerator, objective.loss.columns, **kind)

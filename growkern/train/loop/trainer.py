@@ -38,7 +38,6 @@ from growkern.train.optimizer import bare, plan_of_steps, products_of
 from growkern.train.safety import (
     EvaluationStopped,
     OnNonfinite,
-    StepOptions,
     best_checkpoint,
     clip_on_cpu,
     guard_workers,
@@ -108,7 +107,7 @@ class TwoStageTrainer(Trainer):
         growth: inside the run, in the order of their steps.
         precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16"; None follows
             `args.bf16`. Weights in half precision become float32, in place.
-        on_nonfinite, save_minutes: see `growkern.train.safety.steps.StepOptions`.
+        on_nonfinite, save_minutes: as in section [training] of a run file.
         options: all other keyword arguments of `transformers.Trainer`. Collators may offer
             `set_epoch` and `frozen`, see `growkern.train.objectives.language_modeling`.
 
@@ -147,7 +146,7 @@ class TwoStageTrainer(Trainer):
             optimizer = "adamw"
         run = Beginning(
             *(model, args or TrainingArguments(), options, two_stage, inheritance, loss, optimizer),
-            *(optimizer_options, growth, precision, StepOptions(on_nonfinite, save_minutes)),
+            *(optimizer_options, growth, precision, on_nonfinite, save_minutes),
             *(teacher, teacher_tokenizer),
         )
         self._begin(run.checked())

@@ -61,7 +61,6 @@ from growkern.train.run.file import Run, TrainingSection
 from growkern.train.safety import (
     MARKER,
     STAGING,
-    StepOptions,
     behind_link,
     checkpoints_in,
     close_staging,
@@ -533,7 +532,8 @@ def _beginning(run: Run, base: Path, teachers: Sequence[Checkpoint], **made: Any
         optimizer_options=run.optimizer,
         growth=[growth.inside(base) for growth in run.later_growths],
         precision=training.precision,
-        steps=StepOptions(training.on_nonfinite, training.save_minutes),
+        on_nonfinite=training.on_nonfinite,
+        save_minutes=training.save_minutes,
     )
     if training.expert_balancing is not None:
         balancing = ExpertBalancing(training.expert_balancing)

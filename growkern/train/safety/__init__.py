@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from growkern.train.safety.signals import Terminated
     from growkern.train.safety.staging import close_staging, MARKER, open_staging, STAGING
     from growkern.train.safety.steps import clip_on_cpu, OnNonfinite, own_random_numbers
-    from growkern.train.safety.steps import StepOptions, StepWatch
+    from growkern.train.safety.steps import StepWatch
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

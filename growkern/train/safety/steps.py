@@ -7,14 +7,14 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from growkern.arguments import MOST_SEED, Limit, check_fields, seed_of_process
+from growkern.arguments import MOST_SEED, seed_of_process
 from growkern.errors import GrowthError
 from growkern.train.safety.saving import Saver, Stops
 
@@ -34,32 +34,22 @@ class StepReport:
     written: bool
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """When a step is not taken, and when the clock saves.
+class StepWatch:
+    """Looks at the steps of a run. `report` is that of the last step, until it was acted on.
 
-    Attributes:
-        on_nonfinite: when a loss or a gradient norm is NaN or infinite, "stop" raises an error, and
-            "skip" leaves out the optimizer step and counts it as `skipped_steps` in the log.
-        save_minutes: a checkpoint is also saved when this time has passed since the last; 0 saves
-            by the arguments alone.
+    For `on_nonfinite` and `save_minutes` see `TwoStageTrainer`.
     """
 
-    LIMITS: ClassVar[dict[str, Limit]] = {"save_minutes": Limit(lambda x: x >= 0, "be 0 or more")}
-
-    on_nonfinite: OnNonfinite = "stop"
-    save_minutes: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-class StepWatch:
-    """Looks at the steps of a run. `report` is that of the last step, until it was acted on."""
-
-    def __init__(self, options: StepOptions, accelerator: Any, stops: Stops, saver: Saver) -> None:
-        self._options, self._accelerator = options, accelerator
-        self._stops, self._saver = stops, saver
+    def __init__(
+        self,
+        on_nonfinite: OnNonfinite,
+        save_minutes: float,
+        accelerator: Any,
+        stops: Stops,
+        saver: Saver,
+    ) -> None:
+        self._on_nonfinite, self._save_minutes = on_nonfinite, save_minutes
+        self._accelerator, self._stops, self._saver = accelerator, stops, saver
         self.skipped = 0
         self.start()
 
@@ -82,7 +72,7 @@ class StepWatch:
             return True
         self._in_a_row += 1
         too_many = self._in_a_row > MOST_SKIPPED_IN_A_ROW
-        if self._options.on_nonfinite == "stop" or too_many:
+        if self._on_nonfinite == "stop" or too_many:
             fault = f"the gradient norm is {float(norm)}"
             if report.ranks:
                 fault = f"the loss is NaN or infinite on rank {', '.join(map(str, report.ranks))}"
@@ -114,7 +104,7 @@ class StepWatch:
 
     def _agree(self, norm: Any) -> StepReport:
         """Exchange the state of the step between the processes, and read it back once."""
-        accelerator, minutes = self._accelerator, self._options.save_minutes
+        accelerator, minutes = self._accelerator, self._save_minutes
         # a gradient scaler skips the steps that overflow in float16 by itself
         checked = norm if accelerator.scaler is None else 0.0
         both = [torch.as_tensor(x, device=accelerator.device) for x in (self._loss, checked)]
