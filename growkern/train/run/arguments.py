@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any
 
 import torch
 from transformers import TrainingArguments, get_scheduler
@@ -19,7 +19,7 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from growkern.arguments import check_steps
+from growkern.arguments import check_steps, choices
 from growkern.errors import GrowthError, nearest
 from growkern.ops.loss import LABEL_OPTIONS
 from growkern.train.rules import check
@@ -181,57 +181,31 @@ def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
                 # there are too many to list all of them
                 near = "; see transformers.TrainingArguments"
             raise GrowthError(f"[trainer] has no key {name!r}{near}")
-        if not _fits(value, kinds[name]):
-            members = _members(kinds[name])
-            if members and isinstance(value, str):
-                raise GrowthError(f"trainer.{name} is {value!r}{nearest(value, members)}")
-            raise GrowthError(
-                f"trainer.{name} is {value!r} ({type(value).__name__}): it must be "
-                f"{_described(kinds[name])}"
-            )
+        _check_type(name, value, kinds[name])
     return dict(table)
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    if typing.get_origin(kind) in (types.UnionType, Union):
-        return tuple(x for option in typing.get_args(kind) for x in _options(option))
-    return (kind,)
-
-
-def _members(kind: Any) -> list[str]:
-    """The names that a field takes; none if it is no enumeration."""
-    enums = [x for x in _options(kind) if isinstance(x, type) and issubclass(x, enum.Enum)]
-    return [member.value for kind in enums for member in kind]
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of TOML or Python has the type of a field, as far as the field tells."""
-    members = _members(kind)
-    if members and isinstance(value, str):
-        return value in members
-    return any(_fits_one(value, option) for option in _options(kind))
-
-
-def _fits_one(value: Any, kind: Any) -> bool:
-    origin = typing.get_origin(kind) or kind
-    if origin is Literal:
-        return any(value == x and type(value) is type(x) for x in typing.get_args(kind))
-    if origin is float:
-        return type(value) in (int, float)
-    if origin is list:
-        items = typing.get_args(kind)
-        return isinstance(value, list) and all(
-            not items or _fits(item, items[0]) or isinstance(item, str) for item in value
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Refuse a value of another type than its field, as far as the field tells."""
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    options = typing.get_args(kind) if is_union else (kind,)
+    plain = [typing.get_origin(x) or x for x in options if x is not types.NoneType]
+    enums = [x for x in plain if isinstance(x, type) and issubclass(x, enum.Enum)]
+    names = [member.value for x in enums for member in x]
+    if names and isinstance(value, str):
+        if value not in names:
+            raise GrowthError(f"trainer.{name} is {value!r}{nearest(value, names)}")
+    # exact types: a bool is an int
+    elif not (
+        {Any, type(value)} & {*plain}
+        or (float in plain and type(value) is int)
+        or any(value is x for x in choices(kind))
+    ):
+        of_type = " or ".join(getattr(x, "__name__", str(x)) for x in plain)
+        must = f"a name, such as {names[0]!r}" if names else of_type
+        raise GrowthError(
+            f"trainer.{name} is {value!r} ({type(value).__name__}): it must be {must}"
         )
-    # a bool is an int
-    return type(value) is origin or (origin is Any)
-
-
-def _described(kind: Any) -> str:
-    if _members(kind):
-        return f"a name, such as {_members(kind)[0]!r}"
-    options = [option for option in _options(kind) if option is not types.NoneType]
-    return " or ".join(getattr(option, "__name__", None) or str(option) for option in options)
 
 
 # ------------------------------------------------------------------- reporting
