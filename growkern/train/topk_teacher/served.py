@@ -55,22 +55,11 @@ PATH = "/v1/completions"
 # -------------------------------------------------------------------- schema
 
 
-def _request(model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-    """The request for one prompt. At least one token must be generated."""
-    return {
-        "model": model,
-        "prompt": list(tokens),
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": k,
-    }
-
-
 def _rows_in(answer: Any, tokens: Sequence[int]) -> ServedRows:
     """The rows of an answer to the request for these tokens.
 
     An answer of another schema, or to another prompt, raises errors of many kinds. A log-prob that
-    is null, or not finite as a float32, raises a GrowthError.
+    is no number, or not finite as a float32, raises a GrowthError.
     """
     entries = answer["choices"][0]["prompt_logprobs"]
     if len(entries) != len(tokens):
@@ -89,14 +78,12 @@ def _rows_in(answer: Any, tokens: Sequence[int]) -> ServedRows:
 
 def _logprob(value: Any, token: str) -> float:
     """The log-prob of a token. What only looks like a number is refused."""
-    if value is None or (type(value) is float and not abs(value) <= LARGEST):
+    if type(value) not in (int, float) or not abs(value) <= LARGEST:
         # fewer tokens than k have a probability above 0, or the teacher's weights are damaged
         raise GrowthError(
-            f"token {token[:MOST_TEXT]} with {value}, which is no log-prob: give a smaller k, or "
-            "check the teacher's weights"
+            f"token {token[:MOST_TEXT]} with {reprlib.repr(value)}, which is no log-prob: give a "
+            "smaller k, or check the teacher's weights"
         )
-    if type(value) not in (int, float):
-        raise ValueError(f"{reprlib.repr(value)} is no log-prob")
     return float(value)
 
 
@@ -225,8 +212,10 @@ class ServedTeacher(CausalRows):
                 f"{self.name}: an example has {len(tokens)} tokens, but {self.model} is served "
                 f"with room for {self._longest}, one of them generated: shorten the sequences"
             )
+        # at least one token must be generated
+        body = {"model": self.model, "prompt": list(tokens), "prompt_logprobs": self.k}
+        body |= {"max_tokens": 1, "temperature": 0.0}
         try:
-            body = _request(self.model, tokens, self.k)
             answer = await self._connection.ask(PATH, body, (self.k + 1) * len(tokens))
         except GrowthError as error:
             limit = re.search(r"greater than max allowed: (\d+)", str(error))
