@@ -18,7 +18,7 @@ from bench.paper.models import Size
 from bench.paper.settings import Setting
 from bench.shared.harness import now
 from bench.shared.recorder import Recorder
-from growkern.train.model.flops import ModelCost
+from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import layer_stacks
 
 # the share of a run in which the rate falls; evaluations of a trunk
@@ -106,7 +106,7 @@ class Training:
         setting = self.place.setting
         self.model, self.optimizer = model, optimizer_of(model, setting.source_rate)
         cost, labels = ModelCost(model, layer_stacks(model)), setting.batch * (setting.length - 1)
-        self.step_flops = cost.train(setting.batch, setting.length)
+        self.step_flops = cost.train(TokenCounts.of_rows(setting.batch, setting.length))
         self.step_flops += labels * cost.head_row(train=True)
         # after the FLOPs are counted, which takes a small forward pass
         for block in model.train().transformer.h:

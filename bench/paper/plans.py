@@ -15,7 +15,7 @@ from bench.paper.lines import Line
 from bench.paper.models import Size
 from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import SYSTEMS, job_of
-from growkern.train.model.flops import ModelCost
+from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import find_stacks
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
@@ -73,8 +73,8 @@ def _step_flops(setting: Setting, size: Size) -> float:
     model = _empty(setting, size)
     # some classes read values to make a mask; those of the weights do not matter
     model.to_empty(device="cpu")
-    cost = ModelCost(model, find_stacks(model))
-    return cost.train(1, setting.length) + setting.length * cost.head_row(train=True)
+    cost, row = ModelCost(model, find_stacks(model)), TokenCounts.of_rows(1, setting.length)
+    return cost.train(row) + row.tokens * cost.head_row(train=True)
 
 
 def one_run_search(setting: Setting) -> list[Line]:

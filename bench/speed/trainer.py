@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from bench.paper.models import FAMILIES, Size
 from bench.shared.harness import benchmark_parser, measure_all, now, options_of
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.model.flops import ModelCost
+from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import layer_stacks
 
 ALPHA, TEMPERATURE = 0.5, 2.0
@@ -202,12 +202,12 @@ def step_times(
 
 def flops_share(model: Any, stages: TwoStageConfig, shape: tuple[int, int], steps: int) -> float:
     """FLOPs of a step of stage 1 over those of a full step, as a mean over the depths that ran."""
-    cost, (batch, length) = ModelCost(model, layer_stacks(model)), shape
+    cost, sizes = ModelCost(model, layer_stacks(model)), TokenCounts.of_rows(*shape)
     layers = model.config.num_hidden_layers
-    head = batch * (length - 1) * cost.head_row(train=True)
+    head = (sizes.tokens - sizes.sequences) * cost.head_row(train=True)
     depths = {stages.depth(step, layers) for step in range(1, steps)}
-    some = [cost.train(batch, length, stages.part_of(depth)) + head for depth in depths]
-    return statistics.mean(some) / (cost.train(batch, length) + head)
+    some = [cost.train(sizes, stages.part_of(depth)) + head for depth in depths]
+    return statistics.mean(some) / (cost.train(sizes) + head)
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

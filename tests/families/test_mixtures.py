@@ -18,7 +18,7 @@ from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops.expand.many import OneByOne
-from growkern.train.model.flops import ModelCost
+from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import layer_stacks
 from testbed.models import fold_back, random_model, relative_error
 from testbed.relatives import LOCAL, ONE_GROUP, RELATIVES, WIDTHS
@@ -131,7 +131,7 @@ def test_a_token_meets_the_state_of_a_delta_net_and_not_other_tokens(monkeypatch
         torch.testing.assert_close(found, chunked, rtol=1e-4, atol=1e-4)
         total, cost = counter.get_total_flops(), ModelCost(model, layer_stacks(model))
         rows = 40 * cost.head_row(train=False)
-        assert cost.forward(1, 40) + rows == total
+        assert cost.forward(TokenCounts.of_rows(1, 40)) + rows == total
         # the other layer attends, with 6 heads of 8 entries
         attention = 4 * 6 * 8 * 40**2
         assert total - attention == 40 * plan.flops_per_token(which) // 3

@@ -169,14 +169,14 @@ class FlopCounter:
 
         def flops(sizes: TokenCounts) -> float:
             every = () if apart else teachers
-            return cost.train_of(sizes, part) + sum(teacher.forward_of(sizes) for teacher in every)
+            return cost.train(sizes, part) + sum(teacher.forward(sizes) for teacher in every)
 
         meter.add_tokens(inputs[self.tokens].numel())
         pairs = None if counts is None else counts.pairs
         self._waiting.append((flops, self._sizes(inputs), pairs))
         for number, teacher in enumerate(teachers if apart else ()):
             sizes = self._sizes(examples_of(inputs, number))
-            self._waiting.append((teacher.forward_of, sizes, None))
+            self._waiting.append((teacher.forward, sizes, None))
 
     def _sizes(self, inputs: Mapping[str, Any]) -> Tensor:
         return real_sizes(inputs, self.tokens, decoder=self.decoder)

@@ -32,7 +32,7 @@ from growkern.train.loop.checks import Beginning
 from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import make_collaborators, prepare
 from growkern.train.loss import Batches, EvaluationSums, stream_loader, unchanged_random_state
-from growkern.train.model import TwoStageConfig, evaluating, setting
+from growkern.train.model import TokenCounts, TwoStageConfig, evaluating, setting
 from growkern.train.objectives import evaluation_collator
 from growkern.train.optimizer import bare, plan_of_steps, products_of
 from growkern.train.safety import (
@@ -505,18 +505,18 @@ class TwoStageTrainer(Trainer):
         """
         cost, teachers = self.objective.flops.cost, self.objective.flops.teachers
         rows = sequences * (decoder_length or length) * labelled
-        sizes: dict[str, Any] = {"decoder_length": decoder_length}
+        sizes = TokenCounts.of_rows(sequences, length, decoder_length=decoder_length)
         head, flops = rows * cost.head_row(train=True), {}
         if self.two_stage is not None and self.two_stage.stage1_steps:
             block, layers = self.two_stage.layers_per_block, self.objective.layers
             depths = [min(n, layers) for n in range(block, layers + block, block)]
             parts = [self.two_stage.part_of(depth) for depth in depths]
-            costs = [cost.train(sequences, length, part, **sizes) for part in parts]
+            costs = [cost.train(sizes, part) for part in parts]
             flops["stage 1"] = sum(costs) / len(costs) + head
-        flops["a full step"] = cost.train(sequences, length, **sizes) + head
+        flops["a full step"] = cost.train(sizes) + head
         if teachers:
             flops["the teachers"] = sum(
-                teacher.forward(sequences, length, **sizes) + rows * teacher.head_row(train=False)
+                teacher.forward(sizes) + rows * teacher.head_row(train=False)
                 for teacher in teachers
             )
         if own := self.optimizers.products(self.model):

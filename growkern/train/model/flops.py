@@ -82,47 +82,21 @@ class ModelCost:
         attention = attention or getattr(config, "_attn_implementation", None) or ""
         self._keeps_apart = "flash" in attention
 
-    def forward(
-        self,
-        batch: int,
-        length: int,
-        pairs: int | None = None,
-        *,
-        decoder_length: int | None = None,
-    ) -> float:
-        """FLOPs of one forward pass of all layers without the output projection. (1)
-
-        `TokenCounts.of_rows` has the meanings of the arguments.
-        """
-        return self.forward_of(TokenCounts.of_rows(batch, length, pairs, decoder_length))
-
-    def forward_of(self, sizes: "TokenCounts") -> float:
-        """As `forward`, of a batch whose rows may be unequal."""
+    def forward(self, sizes: "TokenCounts") -> float:
+        """FLOPs of one forward pass of all layers without the output projection. (1)"""
         outside = sizes.tokens * (self._before + self._after) + self._outside_attentions * (
             self._pairs(sizes) * self._attention
         )
         inside = sum(self._of_layers(sizes, *stack) for stack in self._stacks)
         return inside + outside + sizes.sequences * self._per_sequence
 
-    def train(
-        self,
-        batch: int,
-        length: int,
-        part: ModelPart | None = None,
-        *,
-        pairs: int | None = None,
-        decoder_length: int | None = None,
-    ) -> float:
+    def train(self, sizes: "TokenCounts", part: ModelPart | None = None) -> float:
         """FLOPs of one forward and backward pass without the output projection. (1), (2)
 
         `part` are the layers that run; the lower ones of these run forward only. None trains all.
         """
-        return self.train_of(TokenCounts.of_rows(batch, length, pairs, decoder_length), part)
-
-    def train_of(self, sizes: "TokenCounts", part: ModelPart | None = None) -> float:
-        """As `train`, of a batch whose rows may be unequal."""
         if part is None:
-            return 3 * self.forward_of(sizes)
+            return 3 * self.forward(sizes)
         of_stacks = part.of([layers for _, layers in self._stacks])
         # the stacks whose lowest trained layer passes no gradient on to what it reads
         ends = [below > 0 or part.embeddings == "frozen" for _, below in of_stacks]
@@ -181,7 +155,12 @@ class TokenCounts(NamedTuple):
 
     @classmethod
     def of_rows(
-        cls, batch: int, length: int, apart: int | None, decoder_length: int | None
+        cls,
+        batch: int,
+        length: int,
+        apart: int | None = None,
+        *,
+        decoder_length: int | None = None,
     ) -> "TokenCounts":
         """The counts of equal rows.
 

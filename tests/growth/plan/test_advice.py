@@ -31,7 +31,7 @@ from growkern.errors import human, print_table
 from growkern.families import growable_fields
 from growkern.files import parse_toml
 from growkern.growth.plan.measured import OF_GROWTH, QUESTIONS
-from growkern.train.model.flops import ModelCost
+from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import find_stacks
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_relatives import ALL, described
@@ -396,7 +396,7 @@ def test_flops_are_those_that_the_trainer_counts(class_name, sizes, stack):
     cost = ModelCost(model, find_stacks(model))
     heads, head_dim = model.config.num_attention_heads, getattr(model.config, "head_dim", 4)
     attention = 3 * 4 * heads * head_dim * model.config.num_hidden_layers
-    counted = cost.train(1, 1) - attention + cost.head_row(train=True)
+    counted = cost.train(TokenCounts.of_rows(1, 1)) - attention + cost.head_row(train=True)
     grown = growkern.plan(model, **{stack: model.config.num_hidden_layers + 1})
     assert grown.flops_per_token("source") == counted
 

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.loss.batch_rows import count_rows
-from growkern.train.model.flops import ModelCost
+from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
 from testbed.models import random_model
 from testbed.relatives import RELATIVES, TEXT
@@ -14,6 +14,7 @@ from testbed.tiny import FAMILIES, Batches, arguments, batch, build
 from tests.shared.delta import by_products
 
 ROWS, LENGTH = 3, 10
+SIZES = TokenCounts.of_rows(ROWS, LENGTH)
 
 
 class MatrixProducts(FlopCounterMode):
@@ -68,9 +69,9 @@ def test_every_family_and_stage_agrees_with_the_counter(name, monkeypatch):
         assert layers + rows * cost.head_row(train=train) == pytest.approx(counted(work), rel=2e-3)
 
     with torch.no_grad():
-        forward = cost.forward(ROWS, LENGTH)
+        forward = cost.forward(SIZES)
         check(lambda: model(**inputs), forward, train=False)
-    check(lambda: model(**inputs).loss.backward(), cost.train(ROWS, LENGTH), train=True)
+    check(lambda: model(**inputs).loss.backward(), cost.train(SIZES), train=True)
 
     def step(part):
         with sub_model(stacks, part):
@@ -78,7 +79,7 @@ def test_every_family_and_stage_agrees_with_the_counter(name, monkeypatch):
         loss.backward()
 
     for part in (ModelPart(1, 1), ModelPart(2, 1), ModelPart(2, 2), ModelPart(1, 1, "bottom")):
-        check(lambda part=part: step(part), cost.train(ROWS, LENGTH, part), train=True)
+        check(lambda part=part: step(part), cost.train(SIZES, part), train=True)
 
 
 # the definition leaves out products with positions, windows, the choice of tokens and chunks of a
@@ -97,7 +98,7 @@ def test_a_forward_pass_of_every_text_family_agrees_with_the_counter(name, monke
     cost, inputs = ModelCost(model, layer_stacks(model)), batch(ROWS, LENGTH)
     with torch.no_grad():
         truth = counted(lambda: model(**inputs))
-    expected = cost.forward(ROWS, LENGTH) + ROWS * LENGTH * cost.head_row(train=False)
+    expected = cost.forward(SIZES) + ROWS * LENGTH * cost.head_row(train=False)
     assert expected == pytest.approx(truth, rel=COARSE.get(name, 2e-3))
 
 
@@ -129,7 +130,7 @@ def test_stacks_of_unequal_depth_agree_with_the_counter(name, sizes, part):
         loss.backward()
 
     cost = ModelCost(model, stacks)
-    expected = cost.train(ROWS, LENGTH, part) + ROWS * LENGTH * cost.head_row(train=True)
+    expected = cost.train(SIZES, part) + ROWS * LENGTH * cost.head_row(train=True)
     assert expected == pytest.approx(counted(step), rel=2e-3)
     for stack, (n, frozen) in zip(stacks, part.of(stacks), strict=True):
         moves = [any(p.grad is not None for p in layer.parameters()) for layer in stack]
@@ -147,10 +148,10 @@ def test_packed_sequences_count_as_the_attention_runs_them(family):
     pairs = count_rows(packed, causal=True).pairs
     cost = ModelCost(model, layer_stacks(model))
     head = sum(lengths) * cost.head_row(train=False)
-    assert cost.forward(1, sum(lengths), pairs) + head == together
+    assert cost.forward(TokenCounts.of_rows(1, sum(lengths), pairs)) + head == together
     # FlashAttention runs on GPUs alone, so only its name is set here
     cost = ModelCost(model, layer_stacks(model), attention="flash_attention_2")
-    assert cost.forward(1, sum(lengths), pairs) + head == sum(alone)
+    assert cost.forward(TokenCounts.of_rows(1, sum(lengths), pairs)) + head == sum(alone)
 
 
 def test_shared_layers_count_every_time_they_run():
@@ -159,7 +160,7 @@ def test_shared_layers_count_every_time_they_run():
     cost = ModelCost(model, [])
     with torch.no_grad():
         expected = counted(lambda: model(**inputs))
-    assert cost.forward(ROWS, LENGTH) + ROWS * LENGTH * cost.head_row(train=False) == expected
+    assert cost.forward(SIZES) + ROWS * LENGTH * cost.head_row(train=False) == expected
 
 
 def test_log_lines_carry_the_sum_of_all_that_ran(tmp_path):
@@ -182,10 +183,10 @@ def test_log_lines_carry_the_sum_of_all_that_ran(tmp_path):
     expected, lines = 0.0, [line for line in trainer.state.log_history if "loss" in line]
     for step in range(4):
         rows = sum(int((row["labels"] != -100).sum()) for row in data.rows[2 * step : 2 * step + 2])
-        expected += student.train(2, 8, stages.part(step, 5))
+        expected += student.train(TokenCounts.of_rows(2, 8), stages.part(step, 5))
         expected += rows * student.head_row(train=True)
         if step < 3:
-            expected += old.forward(2, 8) + rows * old.head_row(train=False)
+            expected += old.forward(TokenCounts.of_rows(2, 8)) + rows * old.head_row(train=False)
         assert lines[step]["flops"] == expected
     evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
     assert [line["flops"] for line in evaluations] == [line["flops"] for line in lines]
@@ -254,7 +255,8 @@ def test_flops_do_not_depend_on_the_rows_that_share_a_batch(tmp_path, size, accu
     student, old = (ModelCost(m, layer_stacks(m)) for m in (model, teacher))
     head = student.head_row(train=True) + old.head_row(train=False)
     expected = sum(
-        student.train(1, n, decoder_length=m) + old.forward(1, n, decoder_length=m) + m * head
+        student.train(sizes) + old.forward(sizes) + sizes.decoder_tokens * head
         for n, m in Ragged.lengths
+        for sizes in [TokenCounts.of_rows(1, n, decoder_length=m)]
     )
     assert trainer.state.total_flos == pytest.approx(expected, rel=1e-6)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from examples.objectives import MODELS, make_model
 from growkern import GrowthError, inherited_loss
 from growkern import TwoStageTrainer as Trainer
-from growkern.train.model.flops import ModelCost
+from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import find_stacks
 from testbed.tiny import arguments
 from tests.train.objectives.places import data_of, model_of, tokenizer
@@ -77,7 +77,7 @@ def test_flops_of_a_decoder_that_is_shorter_or_longer(objective):
     cost = ModelCost(model, find_stacks(model))
     (rows, length), decoder = batch["input_ids"].shape, batch["labels"].shape[1]
     assert length != decoder
-    layers = cost.train(rows, length, decoder_length=decoder)
+    layers = cost.train(TokenCounts.of_rows(rows, length, decoder_length=decoder))
     found = counted(lambda: model(**batch).loss.backward())
     assert layers + rows * decoder * cost.head_row(train=True) == pytest.approx(found, rel=2e-3)
 
