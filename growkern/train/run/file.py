@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import reprlib
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -422,7 +422,7 @@ def _with_sizes(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(tables: dict[str, Any], path: Path) -> None:
-    """Refuse unknown keys, and say what they may mean or which section they belong to."""
+    """Refuse keys that belong to another section, or call a checkpoint by another name."""
     known = keys()
     others = {name: its for name, its in known.items() if name != "growth"}
     for section, place, table in _sections(tables):
@@ -441,7 +441,6 @@ def _check_keys(tables: dict[str, Any], path: Path) -> None:
             is_known = any(key in its for its in others.values())
             if is_known and not get_close_matches(key, known[section]):
                 raise GrowthError(f"{start}: it belongs to {' or '.join(named)}")
-            raise GrowthError(f"{start}{nearest(key, known[section])}")
 
 
 def _like(key: str, names: Collection[str]) -> str | None:
