@@ -68,7 +68,7 @@ def draw(by_line: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
     # a teacher costs some more than the baseline
     most = max(_shares(own, base)[-1] for pairs in others.values() for own, base in pairs)
     panels[0].set_xlim(0, 1.04 * max(1.0, most))
-    panels[0].set_xticks([0, 0.5, 1])
+    panels[0].set_xticks([0, 0.5, 1], ["0", "0.5", "1"])  # "1.0" would touch the next "0.0"
     count = len(next(iter(others.values())))
     seeds = f"means of {count} seeds; thin: each seed" if count > 1 else "one seed"
     bases = [title_of(line) for line in shown if line not in others]
