@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import growkern
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
 
@@ -56,18 +56,3 @@ def test_new_entries_of_old_layers_are_not_frozen_without_a_word(kind, sizes, ho
     with pytest.raises(GrowthError, match=f"{more} new entries.*{new}"):
         growkern.freeze_old(both)
     assert all(p.requires_grad for p in both.parameters())
-
-
-@pytest.mark.parametrize("saved", [True, False])
-@pytest.mark.parametrize("first", [{"intermediate_size": 40}, {"num_hidden_layers": 3}])
-def test_entries_of_a_growth_before_are_frozen_with_a_word(first, saved, tmp_path):
-    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
-    once = growkern.grow(source, **first)
-    new = sum(p.numel() for p in once.parameters()) - sum(p.numel() for p in source.parameters())
-    if saved:
-        once.save_pretrained(tmp_path)
-        once = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    twice = growkern.grow(once, num_hidden_layers=4)
-    with pytest.warns(GrowthWarning, match=f" {new} new entries"):
-        names = growkern.freeze_old(twice)
-    assert 0 < len(names) < len(list(twice.parameters()))
