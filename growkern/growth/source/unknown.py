@@ -46,8 +46,6 @@ FEW_LAYERS = 8
 GENERAL = ("auto_map", "torch_dtype", "_name_or_path", "quantization_config", "use_cache")
 # keys of the config of the text, where a config has several
 TEXT = ("text_config", "llm_config", "language_config")
-# name -> shape of a model's tensors
-Shapes = dict[str, tuple[int, ...]]
 
 
 def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:
@@ -70,13 +68,12 @@ def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tu
         parts = (key for key in sorted(config) if key.endswith("_config") and key not in TEXT)
         others = " and ".join(parts) or "parts"
         return f"it has {others} beside its text; nearest: {kind} (its text_config)", kind
-    shapes = _shapes_of(model_type, config) or _shapes_of(str(kind), text)
-    names = _short(shapes or _names_in_files(place))
+    of_class = _names_in_class(model_type, config) or _names_in_class(str(kind), text)
+    names = _short(of_class or _names_in_files(place))
     keys = _fields_of(model_type) | dict(text)
     unknown, likest, share = _compared(names, {k: v for k, v in keys.items() if k not in _base()})
     own = _names_in_table(likest) | _fields_of(likest).keys()
     obstacles = [w for w, part in OBSTACLES if _has(part, unknown) and not _has(part, own)]
-    obstacles = obstacles or _uneven(shapes)
     if not obstacles and unknown:
         others = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
@@ -172,43 +169,23 @@ def _names_in_files(place: str) -> Iterable[str]:
     return ()
 
 
-def _uneven(shapes: Shapes) -> list[str]:
-    """The tensor of attention, if any, whose shape differs between layers."""
-    found: dict[str, set[tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        found.setdefault(re.sub(r"\.\d+\.", ".{l}.", name), set()).add(shape)
-    uneven = sorted(name for name, own in found.items() if len(own) > 1 and "attn." in name)
-    names = [".".join(name.split(".")[-3:]) for name in uneven]
-    return [f"layers whose {names[0]} differ in shape"] if names else []
-
-
-def _shapes_of(model_type: str, data: Mapping[str, Any]) -> Shapes:
-    """Name -> shape of the tensors of such a model, with the flags of its config.
+def _names_in_class(model_type: str, data: Mapping[str, Any]) -> Iterable[str]:
+    """The names of the tensors of such a model, with the flags of its config.
 
     Sizes are those of its class, and layers are few. Empty if transformers has no such model.
     """
     import torch
     import transformers
 
-    for flags, layers in (
-        (_flags(data, on=True), FEW_LAYERS),
-        (_flags(data, on=False), FEW_LAYERS),
-        ({}, FEW_LAYERS),
-        ({}, None),
-    ):
-        try:
+    few = {"num_hidden_layers": FEW_LAYERS}
+    for flags in (_flags(data, on=True) | few, _flags(data, on=False) | few, few, {}):
+        # errors of any type: the model is refused in any case
+        with contextlib.suppress(Exception):
             # the sizes of a file that is refused could take any time
             config = transformers.CONFIG_MAPPING[model_type](**flags)
-            text = config.get_text_config()
-            if layers is not None:
-                text.num_hidden_layers = min(layers, text.num_hidden_layers)
             with torch.device("meta"):
-                model = transformers.AutoModel.from_config(config)
-            return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        except Exception:
-            # of any type: the model is refused in any case
-            continue
-    return {}
+                return transformers.AutoModel.from_config(config).state_dict()
+    return ()
 
 
 def _flags(data: Mapping[str, Any], *, on: bool) -> dict[str, Any]:
