@@ -423,6 +423,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     checked_arguments(run.trainer or {})
     sources = find_sources(run.data, base)
     texts = {name: list(source.files) if source else [] for name, source in sources.items()}
+    _warn_of_seen(run.data, texts)
     model, source = _opened(run, base)
     names = run.teacher.directories if run.teacher else ()
     teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
@@ -473,6 +474,22 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         plan=plan,
         beginning=beginning,
     )
+
+
+def _warn_of_seen(data: DataSection, texts: Mapping[str, list[Path]]) -> None:
+    """Warn of validation text that is trained on: its loss says nothing of other text."""
+    seen = [f"the split {data.split!r}"] if data.split == data.validation_split else []
+    if data.dataset is None:
+        train, validation = (
+            [file for name, files in texts.items() if name.startswith(use) for file in files]
+            for use in ("train", "validation")
+        )
+        # files of equal sizes alone are read
+        sizes = {file.stat().st_size for file in validation}
+        known = {fingerprint(file) for file in train if file.stat().st_size in sizes}
+        seen = [str(file) for file in validation if known and fingerprint(file) in known]
+    if seen:
+        warn(f"{seen[0]} is training text and validation text: the validation loss will be too low")
 
 
 def _opened(run: Run, base: Path) -> tuple[Checkpoint, Source | None]:

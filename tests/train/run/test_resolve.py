@@ -4,7 +4,9 @@ import dis
 import os
 import re
 import sys
+import warnings
 from collections import Counter, defaultdict
+from dataclasses import replace
 from types import CodeType
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern import run as train
+from growkern.errors import GrowthWarning
 from growkern.train import rules
 from growkern.train.loop.checks import length_of_run, steps_per_epoch
 from growkern.train.run import resolve as resolving
@@ -27,7 +30,8 @@ from tests.train.topk_teacher.test_teacher_cache import make as make_cache
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
-    run = resolve(load_run(workplace / "run.toml"), workplace)
+    with pytest.warns(GrowthWarning, match=r"a\.txt is training text and validation text"):
+        run = resolve(load_run(workplace / "run.toml"), workplace)
     assert run.model.config.num_hidden_layers == 3
     assert [one.directory for one in run.teachers] == [workplace / "teacher"]
     assert run.data.objective == "mlm" and run.output == workplace / "out"
@@ -37,6 +41,14 @@ def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
     assert run.beginning.precision == "fp32" and args.device.type == "cpu"
     assert args.max_steps == 6 and args.optim == "adamw_torch_fused"
     assert not run.output.exists()
+    read = (workplace / "text/a.txt").read_bytes()
+    # of equal size is not enough, and another name does not hide it
+    other = replace(run.settings.data, validation=("other",))
+    for text, times in ((bytes(len(read)), 0), (read, 1)):
+        (workplace / "other").write_bytes(text)
+        with warnings.catch_warnings(record=True) as told:
+            resolve(replace(run.settings, data=other), workplace)
+        assert len(told) == times
     edit(workplace / "teacher/config.json", quantization_config={"quant_method": "gptq"})
     with pytest.raises(GrowthError, match=r"teacher is quantised \(gptq\): use the full-precision"):
         resolve(load_run(workplace / "run.toml"), workplace)
