@@ -158,7 +158,7 @@ class ModelSpec:
             if heads < kv_heads or heads % kv_heads:
                 raise UnfitError(
                     f"{self.family.config_field('q_heads')}={heads} is not a multiple of "
-                    f"{self.family.config_field(key)}={kv_heads}"
+                    f"{self.family.config_field(key)}={kv_heads}: give a multiple of it"
                 )
 
     def check_transposed(self) -> None:

@@ -7,8 +7,8 @@ every head of the source. So sizes are tried, cheapest first, until the config c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice, product
 from typing import Any, TypeVar
 
 import torch
@@ -33,10 +33,6 @@ Sizes = dict[str, int]
 # how far from a size that does not fit a near one is looked for, and how many targets are tried
 REACH = 256
 MOST_TRIED = 150
-# how many numbers of heads are tried for a hidden size near the one given
-FEW = 8
-# how far numbers of heads that do not fit are changed
-NEAR = 8
 # never choose more than this many times the proportional number of heads
 MOST_HEADS = 2
 
@@ -48,7 +44,7 @@ def made_to_fit(
 
     `make` takes a target that `finish_target` has not seen yet, and may raise an UnfitError. If no
     target fits, the error is that of the sizes which follow from `dims` in proportion, with the
-    nearest sizes that fit.
+    nearest sizes that fit, each of which helps alone.
     """
     if target_config is not None:
         return make(given_target(small, dims, target_config))
@@ -72,24 +68,16 @@ def _checked(small: ModelSpec, asked: Sizes, sizes: Sizes) -> ModelSpec:
     return large
 
 
-def _first_fit(
-    small: ModelSpec, candidates: Iterable[Sizes], make: Make, completions: int | None = None
-) -> tuple[Sizes, Sizes, ModelSpec] | None:
-    """The first of some given sizes that fit together, all sizes with them, and their target.
-
-    `completions`: how many are tried for each of the candidates, if not all.
-    """
+def _first_fit(small: ModelSpec, candidates: Iterable[Sizes], make: Make) -> Sizes | None:
+    """The first of some given sizes that fit together."""
     tries = iter(range(MOST_TRIED))
     for asked in candidates:
-        for sizes in islice(_completions(small, asked), completions):
+        for sizes in _completions(small, asked):
             if next(tries, None) is None:
                 return None
-            try:
-                large = _checked(small, asked, sizes)
-                make(large)
-            except GrowthError:
-                continue
-            return asked, sizes, large
+            with contextlib.suppress(GrowthError):
+                make(_checked(small, asked, sizes))
+                return asked
     return None
 
 
@@ -150,66 +138,10 @@ def _nearest(small: ModelSpec, asked: Sizes, make: Make) -> str:
             changed = ({**asked, key: size} for size in side)
             growing = (c for c in changed if any(c[name] != small.size(name) for name in c))
             if fit := _first_fit(small, growing, make):
-                near.append(str(fit[0][key]))
+                near.append(str(fit[key]))
         if near:
             hints.append(f"{small.family.config_field(key)}={' or '.join(near)}")
-    if hints:
-        return f"; nearest sizes that fit: {', or '.join(hints)}"
-    return _relaxed(small, asked, make)
-
-
-def _relaxed(small: ModelSpec, asked: Sizes, make: Make) -> str:
-    """The end of an error message where no single size can help: sizes that fit together.
-
-    They change as few of the given sizes as possible, and then as little as possible.
-    """
-    family = small.family
-    known = ("stream", *family.query_heads, "kv_heads", "head_dim")
-    connected = [key for key in known if key in family.config]
-    first = _first_fit(small, _near_sizes(small, asked, connected), make, FEW)
-    if first is None:
-        return ""
-    near, sizes, large = first
-    named = [key for key in connected if key in sizes or key in near]
-    fit = ", ".join(f"{family.config_field(key)}={large.size(key)}" for key in named)
-    return f"; sizes that fit: {fit}"
-
-
-def _near_sizes(small: ModelSpec, asked: Sizes, connected: list[str]) -> Iterator[Sizes]:
-    """Given sizes with some of those changed that must fit together, the nearest first."""
-    given = [key for key in connected if key in asked]
-    heads = [key for key in small.family.query_heads if key in asked]
-    # hidden sizes lie further apart than heads, and the next even head_dim is always near
-    reach = {"stream": max([NEAR, *(asked[key] for key in heads)]), "head_dim": 1}
-    # the size of heads that the hidden size must have room for
-    every = small.family.query_heads
-    head_dim = max(map(small.head_dim, every), default=1) if small.family.forces_head_dim else 1
-
-    def around(key: str) -> range:
-        value, far = asked[key], reach.get(key, NEAR)
-        return range(max(small.size(key), value - far), value + far + 1)
-
-    fitting = []
-    for values in product(*map(around, given)):
-        near = {**asked, **dict(zip(given, values, strict=True))}
-        count = max([near[key] for key in heads], default=1)
-        if "stream" not in asked:
-            # the smallest hidden size that these heads divide, and that leaves them their size
-            least = max(small.size("stream"), count * head_dim)
-            near["stream"] = -(-least // count) * count
-        fits = all(near["stream"] % near[key] == 0 for key in heads)
-        if "head_dim" in near:
-            fits &= small.turns_in_pairs(near["head_dim"])
-        if fits and not ("kv_heads" in near and heads and count % near["kv_heads"]):
-            fitting.append((_distance(asked, near, given), near))
-    yield from (near for _, near in sorted(fitting, key=lambda pair: pair[0]))
-
-
-def _distance(asked: Sizes, near: Sizes, given: list[str]) -> tuple[int, float, int]:
-    """How many sizes differ from the given ones, and by how much; smaller ones count twice."""
-    steps = [(near[key] - asked[key]) / asked[key] for key in given]
-    total = sum(max(step, -2 * step) for step in steps)
-    return sum(step != 0 for step in steps), total, near["stream"]
+    return f"; nearest sizes that fit: {', or '.join(hints)}" if hints else ""
 
 
 def check_structure(plan: Blueprint) -> None:

@@ -426,22 +426,15 @@ def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[
         return
     stream_field, heads_field = family.config_field("stream"), family.config_field(heads)
     if is_fixed:
-        near = stream // count * count
         raise UnfitError(
-            f"{stream_field}={stream} is not a multiple of {heads_field}={count}, which never "
-            f"grows: give {near} or {near + count}"
+            f"{stream_field}={stream} is not a multiple of {heads_field}={count}, which never grows"
         )
     if heads in asked:
         before = small.size("stream"), small.size(heads)
         refuse_heads(family, heads, before, (stream, count))
-    allowed = stream // old * old
-    fix = (
-        f"; the nearest sizes are {allowed} ({allowed // old} heads) and {allowed + old} "
-        f"({allowed // old + 1} heads)"
-    )
-    if divides and new > old:
-        fix += f"; or give {heads_field}={count} for a head_dim of {new}"
+    wider = f"; or give {heads_field}={count} for a head_dim of {new}"
     raise UnfitError(
         f"{stream_field}={stream} with {heads_field}={count}: {family.model_type} needs "
-        f"{stream_field} = {heads_field} x head_dim and head_dim stays {old}{fix}"
+        f"{stream_field} = {heads_field} x head_dim and head_dim stays {old}"
+        f"{wider if divides and new > old else ''}"
     )

@@ -258,7 +258,7 @@ def test_optimizers_treat_new_random_layers_like_any_others():
     "how, message",
     [
         ({"hidden_size": 8}, "hidden_size=8 is smaller than the source's 12"),
-        ({"hidden_size": 22}, "nearest sizes are 20 .5 heads. and 24 .6 heads."),
+        ({"hidden_size": 22}, "nearest sizes that fit: hidden_size=20 or 24"),
         ({"num_attention_heads": 4}, "4 or more as in the source; sizes that fit: hidden_size=16$"),
         ({"hidden_size": 12}, "nothing grows: give a larger hidden_size, "),
         ({"seed": 1}, "nothing grows"),
