@@ -43,6 +43,7 @@ def prepare_readme(page: Path, folder: Path) -> None:
     (folder / "small.py").write_text(blocks["python"])
     runpy.run_path("small.py")
     settings, *_ = blocks["toml"].partition("[[generation]]")
+    settings = settings.replace("steps = 120", "steps = 20")
     (folder / "run.toml").write_text(settings + '[model]\npath = "large"\n')
 
 
