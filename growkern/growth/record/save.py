@@ -25,6 +25,8 @@ from growkern.growth.record.lineage import (
     GrowthSettings,
     lineage_text,
     misfit,
+    read_lineage,
+    recorded_plan,
     source_files,
     write_lineage,
 )
@@ -40,11 +42,6 @@ EMBEDDINGS = (
     "With sentence-transformers, embeddings have the source's size: a linear module behind the "
     "pooling folds the copies of each coordinate. Where the model is exact, so are they."
 )
-
-
-def source_name(plan: GrowthPlan) -> str:
-    """The source's name on the Hub if it has one, else its directory's name or its class."""
-    return _place(plan) or plan.small.class_name
 
 
 def _place(plan: GrowthPlan) -> str:
@@ -76,9 +73,9 @@ def _choices(plan: GrowthPlan, settings: GrowthSettings) -> dict[str, Any]:
     return result | ({"allow_nonfinite": True} if settings.allow_nonfinite else {})
 
 
-def command(plan: GrowthPlan, settings: GrowthSettings) -> str:
+def command(plan: GrowthPlan, settings: GrowthSettings, source: str) -> str:
     """The command that grows the same model from the same source."""
-    words = ["growkern", "grow", source_name(plan), "TARGET"]
+    words = ["growkern", "grow", source, "TARGET"]
     if on_hub := plan.source.on_hub:
         words += ["--revision", on_hub.commit]
     for name, value in _choices(plan, settings).items():
@@ -101,16 +98,31 @@ def write_card(text: str, directory: Path) -> None:
         file.write_text(text, encoding="utf-8")
 
 
+def recorded_card(directory: Path) -> str:
+    """The card of a grown model that was trained since, from the record of its growth."""
+    lineage = read_lineage(directory)
+    is_sentence = (directory / MODULES_FILE).is_file()
+    place = str(lineage.data["source"])
+    return card_text(recorded_plan(lineage), lineage.settings, is_sentence=is_sentence, place=place)
+
+
 def card_text(
-    plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool, tags: Iterable[str] = ()
+    plan: GrowthPlan,
+    settings: GrowthSettings,
+    *,
+    is_sentence: bool,
+    tags: Iterable[str] = (),
+    place: str | None = None,
 ) -> str:
     """The card of a grown checkpoint. It does not depend on where directories are.
 
     All of it stays true of a model that is trained later: other libraries copy a card as it is.
     Licence, languages, data sets and tags are those of the source's card. `is_sentence` says
-    whether sentence-transformers loads the checkpoint.
+    whether sentence-transformers loads the checkpoint. `place` is where the source was, its name on
+    the Hub or that of its directory; None: where the plan says.
     """
-    name, kept = source_name(plan), _kept(plan.source.directory)
+    place, kept = _place(plan) if place is None else place, _kept(plan.source.directory)
+    name = place or plan.small.class_name
     kept["tags"] = sorted({*_listed(kept.get("tags")), *tags, TAG})
     # no directory or class has such a name
     if "/" in name:
@@ -124,8 +136,8 @@ def card_text(
     ]
     rows.append(f"| parameters | {human(plan.parameters('source'))} | {human(plan.parameters())} |")
     findings = [f"- {finding.line()}" for finding in plan.findings]
-    origin, made = name, f"```bash\n{command(plan, settings)}\n```"
-    if not _place(plan):
+    origin, made = name, f"```bash\n{command(plan, settings, name)}\n```"
+    if not place:
         origin = f"a {name} in memory"
         made = f"With the source as `small`:\n\n```python\n{python_code(plan, settings)}\n```"
     lines = [

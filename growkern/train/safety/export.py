@@ -6,6 +6,7 @@ on has only checkpoints. An export reads them in one process, without the GPUs o
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from safetensors import SafetensorError
 
 from growkern.errors import GrowthError, nearest, without_bars
 from growkern.growth.disk import check_target, complete_config, copy_companions, may_replace
-from growkern.growth.history import history_in
+from growkern.growth.history import LINEAGE_FILE, history_in
 from growkern.growth.models import materialise, restore_buffers
-from growkern.growth.record import DTYPES, keep_lineage
+from growkern.growth.record import DTYPES, keep_lineage, recorded_card, write_card
 from growkern.growth.source import class_in, read_config
 from growkern.publish import make_folder, read_manifest, workplace, write_manifest
 from growkern.train.distributed import has_weights, load_weights
@@ -69,6 +70,10 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
             raise GrowthError(f"{target} cannot be written: {error}") from error
         complete_config(new)
         keep_lineage(history_in(checkpoint, model.config), new)
+        if (new / LINEAGE_FILE).is_file():
+            # some findings need the source's weights
+            with contextlib.suppress(GrowthError):
+                write_card(recorded_card(new), new)
         # last, so that it covers every file
         write_manifest(new)
         place.publish(overwrite=overwrite)
