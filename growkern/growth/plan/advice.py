@@ -133,6 +133,7 @@ def refuse_idle_options(plan: Blueprint) -> None:
 DIVISORS = {
     "tensor_parallel": ("tensor parallel", 2, 0),
     "expert_parallel": ("expert parallel", 2, 0),
+    "vocabulary": ("vocabulary", 2, 1024),
     "fp8_block": ("FP8 blocks", 16, 128),
     "group_size": ("group size", 32, 256),
 }
@@ -143,9 +144,9 @@ def divides(plan: Blueprint) -> dict[str, tuple[int, int]]:
     """The largest number that the sizes of source and target divide by, for each use.
 
     Returns:
-        - "tensor_parallel": processes that share heads and FFN units equally. The vocabulary does
-          not count, as runtimes pad it.
+        - "tensor_parallel": processes that share heads and FFN units equally.
         - "expert_parallel": processes that share the experts equally. Only for mixtures.
+        - "vocabulary": processes that share the rows of embeddings equally. Some runtimes pad them.
         - "fp8_block": the sides of square blocks with one scale, in the layers' matrices.
         - "group_size": weights with one scale, in the rows of these matrices.
     """
@@ -160,6 +161,8 @@ def divides(plan: Blueprint) -> dict[str, tuple[int, int]]:
 def _sides(model: ModelSpec) -> dict[str, dict[str, int]]:
     """For each of `DIVISORS`, the sizes that have to divide by it, by their config fields."""
     family, sides = model.family, {kind: dict[str, int]() for kind in DIVISORS}
+    if "vocab" in family.config:
+        sides["vocabulary"][family.config_field("vocab")] = model.size("vocab")
     for tensor in (t for t in model.own_tensors if t.layer is not None):
         parts = zip(tensor.axes, model.shapes[tensor.name], strict=True)
         named = [(*axis.partition(":")[::2], side) for axis, side in parts if ":" in axis]

@@ -330,13 +330,16 @@ def test_a_llama_of_8b_is_warned_of_sizes_that_divide_by_less(sizes, expected, t
     source = empty("LlamaForCausalLM", **LLAMA_8B, **LAYERS, num_key_value_heads=8)
     plan = growkern.plan(source, **sizes)
     kinds = ("tensor_parallel", "fp8_block", "group_size")
-    assert plan.divides() == dict(
-        zip(kinds, zip((8, 128, 256), expected, strict=True), strict=True)
-    )
+    pairs = zip((8, 128, 256), expected, strict=True)
+    assert plan.divides() == {**dict(zip(kinds, pairs, strict=True)), "vocabulary": (512, 512)}
     warnings = [line for line in plan.portability() if "the source's sizes allow" in line]
     assert len(warnings) == len(to_blame)
     assert all(words in line for words, line in zip(to_blame, warnings, strict=True))
-    line = f"tensor parallel {expected[0]}; FP8 blocks {expected[1]}; group size {expected[2]}"
+    odd = growkern.plan(source, vocab_size=source.config.vocab_size + 8)
+    assert odd.divides()["vocabulary"] == (512, 8)
+    assert "vocab_size divide by 512" in "".join(odd.portability())
+    parallel, block, group = expected
+    line = f"tensor parallel {parallel}; vocabulary 512; FP8 blocks {block}; group size {group}"
     assert line in str(plan)
 
 
