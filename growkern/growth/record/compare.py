@@ -372,13 +372,16 @@ def planned_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
     return max(_errors_of(plan, source, moved, tokens))
 
 
-def _errors_of(plan: GrowthPlan, source: Any, moved: Any, tokens: Tensor) -> list[float]:
-    """The relative errors of a source that was moved, with a cache or without."""
-    least = _least_output(plan, source)
-    new, old = _outputs(moved, tokens), _outputs(source, tokens)
-    errors = [largest_difference(new, old, least)]
+def _errors_of(plan: GrowthPlan, source: Any, moved: Any, *texts: Tensor) -> list[float]:
+    """The relative errors of a source that was moved, with a cache or without.
+
+    The largest change on any of the texts counts, relative to the largest output on the first.
+    """
+    change = max((_outputs(moved, t) - _outputs(source, t)).abs().max().item() for t in texts)
+    largest = max(_outputs(source, texts[0]).abs().max().item(), _least_output(plan, source))
+    errors = [change / largest if change else 0.0]
     if source.can_generate():
-        errors += generation_error(plan, source, moved, tokens).values()
+        errors += generation_error(plan, source, moved, texts[0]).values()
     return errors
 
 
@@ -386,17 +389,11 @@ def _errors_of(plan: GrowthPlan, source: Any, moved: Any, tokens: Tensor) -> lis
 def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -> float:
     """How far arithmetic in 16 bits moves the outputs of the source, with a cache or without.
 
-    `narrow` and `wide` are the source in 16 bits and in float32. The largest change of an output on
-    these tokens and on random texts counts, relative to the largest output on these tokens. A few
+    `narrow` and `wide` are the source in 16 bits and in float32. Random texts count too, as a few
     outputs alone may change little by chance.
     """
-    texts = (tokens, random_inputs(plan.source, SEED, FEW_TEXTS))
-    change = max((_outputs(narrow, t) - _outputs(wide, t)).abs().max().item() for t in texts)
-    largest = max(_outputs(wide, tokens).abs().max().item(), _least_output(plan, wide))
-    errors = [change / largest if change else 0.0]
-    if narrow.can_generate():
-        errors += generation_error(plan, wide, narrow, tokens).values()
-    return max(errors)
+    texts = random_inputs(plan.source, SEED, FEW_TEXTS)
+    return max(_errors_of(plan, wide, narrow, tokens, texts))
 
 
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
