@@ -23,7 +23,7 @@ from growkern.families import own_family
 from growkern.files import toml_lines
 from growkern.growth.draft.probe import small_configs
 from growkern.growth.draft.sizes import Draft
-from growkern.growth.draft.table import constant_scale, table_of
+from growkern.growth.draft.table import table_of
 from growkern.growth.draft.walk import Walk
 from growkern.growth.own_table import TableReport, check_family, first_growths
 from growkern.growth.source import described
@@ -117,13 +117,9 @@ class DraftedFamily:
 
     def to_dict(self) -> dict[str, Any]:
         """The draft as JSON values."""
-        said = {"verified": self.verified, "refused": self.refused, "assumed": list(self.assumed)}
-        return {
-            **said,
-            "measured": list(self.measured),
-            "toml": self.toml,
-            "check": self.report.to_dict(),
-        }
+        said = {name: list(getattr(self, name)) for name in ("assumed", "measured")}
+        said |= {"verified": self.verified, "refused": self.refused, "toml": self.toml}
+        return {**said, "check": self.report.to_dict()}
 
     def table(self) -> Any:
         """The check and the notes as a rich renderable."""
@@ -230,9 +226,9 @@ def _guesses(table: dict[str, Any], config: Any) -> Iterator[tuple[str, Callable
         # each copy of an expert has its share of the probability, and so of what is added to it
         shared = partial(_edit_rows, {"scale": "1/experts"}, "correction_bias")
         yield "a bias beside probabilities of experts", shared
-    is_constant = attention["scale"] == "constant"
-    scale = {"scale": "head_dim"} if is_constant else constant_scale(config)
-    yield f"scores have the scale {scale['scale']}", lambda table: table["attention"].update(scale)
+    scalars = [key for key in config.to_dict() if re.search("attn.*scalar|scalar.*attn", key)]
+    scale = {"scale": "constant", **dict(zip(["field"], scalars, strict=False))}
+    yield "scores have a constant scale", lambda table: table["attention"].update(scale)
     for axis, key in sorted({*re.findall(r'"(write:(\w+)\|\2)"', text)}):
         pair = {"kind": "units", "size": table["spaces"][key]["size"], "width": 2}
         yield "two projections lie side by side", partial(_in_space, axis, "gated", pair)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -158,10 +158,6 @@ class Draft:
         own, layer = self.place(name)
         norm = self.rows.get(own.rpartition(".")[0], {}).get(layer)
         return self.rows.get(own, {}).get(layer, norm if norm and "norm" in norm else None)
-
-    def every_row(self) -> Iterator[tuple[str, Row]]:
-        """All rows, with their templates."""
-        return ((own, row) for own, rows in self.rows.items() for row in rows.values())
 
     def size_key(self, fields: Iterable[str], length: int) -> str:
         """The key in [config] of a size that is none of attention."""

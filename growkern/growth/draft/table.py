@@ -76,7 +76,7 @@ def _add_conditions(draft: Draft) -> None:
 
 def _add_carrying(draft: Draft) -> dict[str, Any]:
     """[depth], and what norms behind blocks and embeddings need: `into`, and a last output."""
-    rows = [*draft.every_row()]
+    rows = [(own, row) for own, rows in draft.rows.items() for row in rows.values()]
     carrying = [own for own, row in rows if row.get("extra") == "carry"]
     outer = next((own for own in carrying if "{l}" in own), None)
     first = next((own for own in carrying if own != outer), None)
@@ -167,10 +167,9 @@ def _conditions(fields: Mapping[str, Any]) -> Iterator[tuple[str, set[int]]]:
 
 
 def _attention(draft: Draft) -> dict[str, Any]:
-    """[attention]: positions and scale. Which entries turn is a guess for the check."""
-    config, modules = draft.config, draft.modules.items()
-    rope, names = getattr(config, "rope_parameters", None), " ".join(n for n, _ in modules).lower()
-    is_rotary = bool(rope) or "rotary" in f"{names} {[*config.to_dict()]}"
+    """[attention]: positions. The scale, and which entries turn, are guesses for the check."""
+    config, rope = draft.config, getattr(draft.config, "rope_parameters", None)
+    is_rotary = bool(rope) or "rotary" in f"{[*draft.modules, *config.to_dict()]}".lower()
     is_relative = any("relative" in name for name in draft.probe.base)
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
@@ -183,20 +182,7 @@ def _attention(draft: Draft) -> dict[str, Any]:
         found["turning"] = "rotary_dim"
     if is_rotary and re.search(ADJACENT, source):
         found["pairs"] = "adjacent"
-    attending = [vars(module) for name, module in modules if "att" in name.lower()]
-    scales = (v.get(key) for key in ("scaling", "scale", "softmax_scale") for v in attending)
-    scale = next((value for value in scales if isinstance(value, float)), None)
-    if scale and abs(scale - draft.head_dim**-0.5) > 1e-9:
-        found |= constant_scale(config, scale)
     return found
-
-
-def constant_scale(config: Any, scale: float | None = None) -> dict[str, Any]:
-    """The facts of scores with a constant scale: this one, or any that a field says."""
-    fields = {k: v for k, v in config.to_dict().items() if type(v) in (int, float) and v > 0}
-    own = {k: v**-0.5 for k, v in fields.items() if re.search("attn.*scalar|scalar.*attn", k)}
-    field = next((k for k, v in own.items() if scale is None or abs(v - scale) < 1e-9), None)
-    return {"scale": "constant", **({"field": field} if field else {})}
 
 
 def _classes(draft: Draft, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:

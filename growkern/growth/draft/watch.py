@@ -32,9 +32,7 @@ class Call(NamedTuple):
 
 
 @torch.no_grad()
-def watch(
-    cls: Any, config: Any, dtype: torch.dtype = torch.float64
-) -> tuple[Any, Tensor, list[Call]]:
+def watch(cls: Any, config: Any, dtype: Any = torch.float64) -> tuple[Any, Tensor, list[Call]]:
     """A tiny model, the tokens that it read, and the calls of its modules, inner ones first."""
     if sum(map(math.prod, shapes(cls, config)[0].values())) > MOST:
         raise GrowthError("the small config still makes a large model")
