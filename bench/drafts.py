@@ -32,8 +32,8 @@ from growkern.families.table_files import supported_families
 from growkern.growth.draft.family import draft_family
 
 KINDS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-# ESM's own has no padding, and the positions of ESM-1b
-OWN = {"esm": {"pad_token_id": 1, "position_embedding_type": "rotary"}}
+# ESM's own has no vocabulary or padding, and the positions of ESM-1b
+OWN = {"esm": {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"}}
 
 
 def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
