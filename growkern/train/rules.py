@@ -7,28 +7,11 @@ Whoever makes such a record checks it once, with `check`. A new rule is an entry
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.train.file_rules import OF_FILES
-
-
-class Rule(NamedTuple):
-    """Two settings that do not go together.
-
-    Attributes:
-        of: the record that has both.
-        broken: what is wrong with a record, such as the name of a field; nothing if it is right.
-        why: first half of the message, a format of x (the record) and of name (what is wrong).
-        fix: second half, a format too.
-    """
-
-    of: str
-    broken: Callable[[Any], Any]
-    why: str
-    fix: str
+from growkern.train.file_rules import OF_FILES, Rule
 
 
 def check(of: str, record: Any = None, **facts: Any) -> None:
@@ -51,7 +34,7 @@ ADAMW = ON_SHARDS[:2]  # of PyTorch
 ORDERS = ("random", "sequential")
 
 RULES = (
-    *(Rule(*row) for row in OF_FILES),
+    *OF_FILES,
     Rule(
         "checkpoint",
         lambda x: x.positions is not None and x.length > x.positions,

@@ -217,13 +217,9 @@ def check_objectives(teachers: Sequence[Any], model: Any) -> None:
         name = type(teacher).__name__
         check_prediction(f"teacher {number} ({name})", teacher, model)
         if is_two_stacks(model):
-            ids = _start(teacher), _start(model)
+            configs = teacher.config, model.config
+            ids = [(x.decoder_start_token_id, x.pad_token_id) for x in configs]
             check("starts", ids=ids, teacher=name)
-
-
-def _start(model: Any) -> tuple[int, int]:
-    """The ids of a decoder's first token and of padding."""
-    return model.config.decoder_start_token_id, model.config.pad_token_id
 
 
 def check_growths(

@@ -87,13 +87,6 @@ def _describe_growths(settings: Run, done: int) -> str:
     return "; ".join(texts)
 
 
-def _describe_logs(run: ResolvedRun) -> str:
-    """How often the run logs, and where."""
-    others = "".join(f" and {name}" for name in run.beginning.args.report_to)
-    every = run.settings.training.log_every
-    return f"every {every} steps; all values go to trainer_state.json of each checkpoint{others}"
-
-
 def _labelled_share(data: DataSection) -> tuple[float, int | None]:
     """The share of tokens with a label, and the tokens per row of a decoder beside an encoder.
 
@@ -115,6 +108,8 @@ def header(
     flops = trainer.flops_per_step(sequences, data.sequence_length, *_labelled_share(data))
     tokens = training.steps * sequences * data.sequence_length
     each = f"{sequences} x {data.sequence_length}"
+    # beside the state
+    trackers = "".join(f" and {name}" for name in run.beginning.args.report_to)
     lines = {
         "model": _describe_model(trainer, run),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
@@ -125,7 +120,8 @@ def header(
         "steps": f"{training.steps}, of {each} tokens, {human(tokens)} in all",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
         "saves": _describe_saving(run.output, training),
-        "logs": _describe_logs(run),
+        "logs": f"every {training.log_every} steps; all values go to trainer_state.json of each "
+        f"checkpoint{trackers}",
         "to stop": "Ctrl-C or SIGTERM: the step ends and is saved",
         "to resume": command,
     }
