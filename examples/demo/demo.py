@@ -106,7 +106,7 @@ def run(directory: Path, preset: Preset, seed: int) -> None:
     curves = {
         # a name says what a run is
         kind: [
-            asdict(replace(read_curve(folder / name), settings={}))
+            asdict(replace(read_curve(folder / name), settings={}, measured={}))
             for folder in folders
             for name in names
         ]

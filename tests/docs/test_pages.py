@@ -30,9 +30,9 @@ ROOT = Path(growkern.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXTRAS = set(metadata("growkern").get_all("Provides-Extra"))
-# commands of the pages that no test can run, and why
+# commands of the pages that no test can run as they are, and why
 NOT_RUN = {
-    "make": "it takes minutes, and `make test` would run this test again",
+    "make": "it takes minutes: tests/examples/test_demo.py runs `make demo-quick` with fewer steps",
     "git": "it needs a network",
     "python3": "the environment that it makes would lack all packages",
     "pip": "it needs a network",
@@ -173,6 +173,13 @@ def test_lines_of_shell_that_do_not_run_name_what_exists():
     in_ci = set(re.findall(r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M))
     assert {"demo", "demo-quick", "test", "lint"} <= named <= targets
     assert in_ci == {"lint", "test"}
+
+
+def test_make_test_runs_the_tests_that_are_named():
+    given = [f"BIN={Path(sys.executable).parent}", "WORKERS=0", "ARGS=-q tests/plot/test_curve.py"]
+    line = ["make", "-o", "setup", "test", *given]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "100%" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

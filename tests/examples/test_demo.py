@@ -1,6 +1,10 @@
 """The demo from its text to its picture, with hundredths of the steps."""
 
 import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +14,19 @@ from examples.demo import demo
 PRESET = demo.Preset(0.006, 2, 1, 300, 40, 3000)
 
 
-def test_the_demo_trains_all_models_and_prints_and_draws_what_they_saved(tmp_path, capsys):
+def test_make_demo_quick_trains_all_models_and_prints_and_draws_what_they_saved(
+    tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("matplotlib")
-    demo.run(tmp_path, PRESET, seed=3)
+    line = ["make", "-n", "-o", "setup", "demo-quick", f"DEMO_DIR={tmp_path / 'demo'}"]
+    root = Path(growkern.__file__).parents[1]
+    made = subprocess.run([*line, "ARGS=--seed 3"], cwd=root, capture_output=True, text=True)
+    _, option, *words = shlex.split(made.stdout)
+    assert (option, words[0]) == ("-m", demo.__name__)
+    monkeypatch.setattr(demo, "QUICK", PRESET)
+    monkeypatch.setattr(sys, "argv", words)
+    demo.main()
+    tmp_path /= "demo-quick"
     said = capsys.readouterr().out
     assert (
         "(11/11) growkern plot" in said and "FLOPs to the mark: the final loss of scratch" in said
