@@ -117,9 +117,9 @@ class DraftedFamily:
 
     def to_dict(self) -> dict[str, Any]:
         """The draft as JSON values."""
-        said = {name: list(getattr(self, name)) for name in ("assumed", "measured")}
-        said |= {"verified": self.verified, "refused": self.refused, "toml": self.toml}
-        return {**said, "check": self.report.to_dict()}
+        said: dict[str, Any] = {"verified": self.verified, "refused": self.refused}
+        said |= {name: list(getattr(self, name)) for name in ("assumed", "measured")}
+        return {**said, "toml": self.toml, "check": self.report.to_dict()}
 
     def table(self) -> Any:
         """The check and the notes as a rich renderable."""

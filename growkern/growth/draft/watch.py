@@ -78,5 +78,5 @@ def same(a: Tensor, b: Tensor) -> bool:
     """True if both hold the same numbers, in any shape and order."""
     if a.numel() != b.numel():
         return False
-    pair = (x.flatten().sort().values for x in (a, b))
-    return bool(torch.allclose(*pair, rtol=1e-9, atol=1e-11))
+    a, b = (x.flatten().sort().values for x in (a, b))
+    return bool(torch.allclose(a, b, rtol=1e-9, atol=1e-11))
