@@ -56,7 +56,7 @@ def overwrite(out):
 
 def test_a_run_is_overwritten(out):
     (out / "loss_vs_flops.png").write_text("of growkern plot")
-    with pytest.raises(GrowthError, match=r"steps 6 -> 5.*--overwrite would delete"):
+    with pytest.raises(GrowthError, match=r"steps 6 -> 5.*=True \(--overwrite\) would delete"):
         is_ours(out, MINE, overwrite=False)
     overwrite(out)
     assert snapshot(out) == {"run.json": json.dumps(marker(MINE), indent=1).encode()}

@@ -235,7 +235,8 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
             f"is never replaced: {why}: give another directory"
         )
     if not overwrite:
-        raise GrowthError(f"{target} exists: give another directory or overwrite (--overwrite)")
+        again = "overwrite=True (--overwrite)"
+        raise GrowthError(f"{target} exists: give another directory or {again}")
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ def check_generations(runs: Sequence[Run], base: Path, *, overwrite: bool) -> No
                 raise GrowthError(
                     f"{output} began from the result of {before}, which therefore cannot be "
                     f"trained on to {changing[before].training.steps} steps: leave its steps as "
-                    "they were, or choose another [output] directory. --overwrite would train it "
-                    f"on, and delete {output} and begin it again"
+                    "they were, or choose another [output] directory. overwrite=True (--overwrite) "
+                    f"would train it on, and delete {output} and begin it again"
                 )
             identity["inputs"] = {}
         ours = is_ours(output, identity, overwrite)

@@ -128,7 +128,7 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
     if not overwrite:
         raise GrowthError(
             f"{output} holds another run ({changes(before, identity)}): undo the changes or choose "
-            "another directory. --overwrite would delete its checkpoints and its model"
+            "another directory. overwrite=True (--overwrite) would delete its checkpoints and model"
             + _how_to_train_longer(before["run"], identity["run"])
         )
     if why := _why_kept(output):

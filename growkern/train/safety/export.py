@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from growkern.errors import GrowthError, nearest, without_bars
+from growkern.errors import GrowthError, nearest, warn, without_bars
 from growkern.growth.disk import check_target, complete_config, copy_companions, may_replace
 from growkern.growth.history import LINEAGE_FILE, history_in
 from growkern.growth.models import materialise, restore_buffers
@@ -49,6 +49,8 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         raise GrowthError(
             f"{run} has no whole checkpoint to export{reasons}: give the output directory of a run"
         )
+    for path, reason in wrong.items():
+        warn(f"{path} is damaged ({reason}): exporting {checkpoint.name}")
     if dtype is not None and dtype not in DTYPES:
         raise GrowthError(f"dtype is {dtype!r}{nearest(dtype, DTYPES)}")
     wanted = None if dtype is None else DTYPES[dtype]

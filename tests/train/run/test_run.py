@@ -236,7 +236,7 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     with pytest.raises(GrowthError, match=r'"linear" more steps change .* "constant_with_warmup"'):
         train(workplace / "run.toml", progress=False)
     (workplace / "run.toml").write_text(RUN.replace("steps = 6", "steps = 5"))
-    changed = r"holds another run \(training.steps 6 -> 5\): .*--overwrite would delete its check"
+    changed = r"holds another run \(training.steps 6 -> 5\): .*overwrite=True .* delete its check"
     with pytest.raises(GrowthError, match=changed):
         train(workplace / "run.toml", progress=False)
     assert files_of(workplace / "out") == before

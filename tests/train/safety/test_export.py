@@ -1,9 +1,11 @@
 """An export publishes a model's own files alone, and records their checksums."""
 
+import shutil
+
 import pytest
 import torch
 
-from growkern import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.manifest import differences, write_manifest
 from growkern.train.model.language_model import load_language_model
 from growkern.train.safety.export import export
@@ -49,6 +51,15 @@ def test_its_checksums_find_a_changed_byte(checkpoint, tmp_path, capsys):
     data[-1] ^= 1
     (tmp_path / "model" / "model.safetensors").write_bytes(data)
     assert len(differences(tmp_path / "model").wrong) == 1
+
+
+def test_that_an_older_checkpoint_is_exported_is_said(checkpoint, tmp_path):
+    later = shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-4"))
+    with (later / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    said = r"checkpoint-4 is damaged \(model.safetensors has 100 of \d+ bytes\): exporting .*-2$"
+    with pytest.warns(GrowthWarning, match=said):
+        assert export(checkpoint.parent, tmp_path / "model") == checkpoint
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bool", "os", "float8_e4m3fn"])
