@@ -6,7 +6,7 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.growth.plan.advice import refuse_idle_options, uses
+    from growkern.growth.plan.advice import refuse_idle_options, token_ids, uses
     from growkern.growth.plan.axes import axis_maps, AxisMap, old_entries
     from growkern.growth.plan.blueprint import Blueprint, Task
     from growkern.growth.plan.bounds import add_errors, has_errors, predicts_tokens

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from growkern.errors import GrowthError, human, warn
 from growkern.families import ModelSpec, inner
@@ -261,7 +262,7 @@ def portability(plan: Blueprint) -> Iterator[str]:
 
 def _vocabulary(plan: Blueprint) -> Iterator[str]:
     old, new = plan.layout.sizes("vocab")
-    if (tokens := _tokens_of(plan)) > new > 0:
+    if (tokens := len(token_ids(plan.source.directory))) > new > 0:
         yield (
             f"the tokenizer has {tokens} ids for a vocabulary of {new}, with which train and eval "
             f"refuse the model: give it the tokenizer that it was trained with, or grow "
@@ -278,17 +279,17 @@ def _vocabulary(plan: Blueprint) -> Iterator[str]:
         )
 
 
-def _tokens_of(plan: Blueprint) -> int:
-    """The number of tokens in the tokenizer.json of the source; 0 if that is not known."""
-    directory = plan.source.directory
+def token_ids(directory: Path | None) -> dict[str, int]:
+    """The ids of tokens in the tokenizer.json of a checkpoint; none if they are not known."""
     # it is refused where the tokenizer is used
-    with contextlib.suppress(GrowthError, OSError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError):
         if directory is not None:
             read = read_json(config_directory(directory) / TOKENIZER, MOST_BYTES, "tokenizer")
             words = read["model"]["vocab"]
-            names = words if isinstance(words, dict) else (word for word, _ in words)
-            return len({*names, *(token["content"] for token in read["added_tokens"])})
-    return 0
+            if isinstance(words, list):
+                words = {word: number for number, (word, _) in enumerate(words)}
+            return words | {token["content"]: token["id"] for token in read["added_tokens"]}
+    return {}
 
 
 def _staying(plan: Blueprint) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Compares measured errors with the plan's predictions, and the settings of generation."""
+"""Compares errors with the plan's predictions, and the settings of generation and token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, Finding, GrowthPlan
+from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, Finding, GrowthPlan, token_ids
 from growkern.growth.source import Source
 
 Level = Literal["exact", "approximate", "changed"]
@@ -40,7 +40,7 @@ WORDS = {
     GENERATION_ERROR: "generation differs",
     NEW_TOKENS: "new tokens raise the loss",
 }
-# settings named in an error
+# settings, or tokens, named in an error
 MOST_NAMED = 4
 
 
@@ -124,7 +124,12 @@ def _bounds(plan: GrowthPlan, measure: str) -> list[float]:
     return [f.bound for f in plan.findings if f.measure == measure and f.bound is not None]
 
 
-def generation_differences(source: Source, grown: Source) -> str:
+def differences(source: Source, grown: Source) -> str:
+    """What differs between two models beside their functions, in one line; "" if nothing does."""
+    return _generation_differences(source, grown) or _token_differences(source, grown)
+
+
+def _generation_differences(source: Source, grown: Source) -> str:
     """The settings of generation that differ from the source's, in one line; "" if none do.
 
     With other settings a model chooses other tokens from the same logits.
@@ -136,11 +141,29 @@ def generation_differences(source: Source, grown: Source) -> str:
     differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     if not differ:
         return ""
-    named = ", ".join(differ[:MOST_NAMED]) + (", ..." if len(differ) > MOST_NAMED else "")
     return (
-        f"the generation_config is not the source's, so other tokens may be generated: {named}; "
-        "copy the source's generation_config"
+        "the generation_config is not the source's, so other tokens may be generated: "
+        f"{_named(differ)}; copy the source's generation_config"
     )
+
+
+def _token_differences(source: Source, grown: Source) -> str:
+    """The tokens with other ids than the source's, in one line; "" if none are known.
+
+    The same text then gives other outputs.
+    """
+    old, new = token_ids(source.directory), token_ids(grown.directory)
+    differ = [token for token, number in old.items() if new.get(token, number) != number]
+    if not differ:
+        return ""
+    return (
+        f"tokenizer.json is not the source's, so the same text gives other outputs: other ids for "
+        f"{len(differ)} tokens, {_named(differ)}; copy the source's tokenizer"
+    )
+
+
+def _named(differ: list[str]) -> str:
+    return ", ".join(differ[:MOST_NAMED]) + (", ..." if len(differ) > MOST_NAMED else "")
 
 
 def _token_settings(generation: Any) -> dict[str, str]:

@@ -10,7 +10,8 @@ There are four independent checks, from cheap to expensive:
     outputs  source and grown model are compared on the same tokens: logits, KL, top-1, and greedy
              generation with a cache. Models of up to 50 million parameters run in float64. Larger
              ones in 16 bits may differ by twice what these do to the source's own outputs. The
-             settings of generation, which choose tokens from logits, must be the same
+             settings of generation, which choose tokens from logits, must be the same, and so
+             must the ids that both tokenizer.json give to a token
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def verify(
         ) + (other and f", or the source is another. {other}")
     elif wrong and not contradiction:
         failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
-    if settings := verdict.generation_differences(opened, opened_grown):
-        failure, level = failure or settings, "changed"
+    if differing := verdict.differences(opened, opened_grown):
+        failure, level = failure or differing, "changed"
     return VerifyReport(
         not failure,
         plan,
