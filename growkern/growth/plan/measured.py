@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,10 @@ def model_kind(model: ModelSpec) -> str:
 
 
 def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
-    """What measurements near to a growth say, a line for each question.
+    """What measurements near to a growth say, a line for each answer.
 
     They are of the same kind of model, of alike tokens per parameter, and of growth along the same
-    axes by alike factors.
+    axes by alike factors. Beyond all of them those at the most tokens answer, if few saved.
 
     Args:
         tokens: those that the target will be trained on.
@@ -89,14 +90,18 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
     )
     if plan.upcycling:
         return (f"{title.split(' (')[0]}: a mixture beside its dense model: {DOCS}/upcycling.md",)
-    lines, (axis, times) = [title], _growth(plan)
+    answers, (axis, times) = defaultdict(list), _growth(plan)
     of_growth = [row for row in measurements(plan) if row["axes"] == axis and _alike(row, times)]
     for question, (words, *_) in QUESTIONS.items():
         rows = _file()["never_grown"] if question == "loss" else of_growth
-        near = [row for row in rows if row["kind"] == kind and _figure(row, question)]
-        near = [row for row in near if distance(mine, row) <= NEAR]
-        lines.append(f"  {words}: {_says(near, question)}")
-    return tuple(lines)
+        rows = [row for row in rows if row["kind"] == kind and _figure(row, question)]
+        near = [row for row in rows if distance(mine, row) <= NEAR]
+        most = max((row["tokens"] or 0 for row in rows), default=math.inf)
+        beyond = [row for row in rows if row["tokens"] == most < mine]
+        if not near and _answer(beyond, question) == QUESTIONS[question][2]:
+            near = beyond
+        answers[_says(near, question)].append(words)
+    return title, *(f"  {', '.join(words)}: {answer}" for answer, words in answers.items())
 
 
 def distance(mine: float, row: Row) -> float:
@@ -115,14 +120,21 @@ def _figure(row: Row, question: str) -> Any:
     return row.get(question) or row.get(ALIKE.get(question, question))
 
 
+def _answer(rows: Sequence[Row], question: str) -> str:
+    """What to do, as most rows saved or missed the loss, or as few of several saved."""
+    signs = [_saves(_figure(row, question)) for row in rows]
+    _, where_it_saves, otherwise = QUESTIONS[question]
+    if 2 * signs.count(1) > len(rows):
+        return where_it_saves
+    few = len(rows) > 2 and 4 * signs.count(1) < len(rows)
+    return otherwise if few or 2 * signs.count(-1) > len(rows) else PILOT
+
+
 def _says(rows: Sequence[Row], question: str) -> str:
-    """What to do, as most rows saved or missed the loss, how much was saved, and who measured."""
+    """What to do, how many saved and how much, and who measured."""
     if not rows:
         return f"{PILOT} (not measured near this)"
     signs = [_saves(_figure(row, question)) for row in rows]
-    _, where_it_saves, otherwise = QUESTIONS[question]
-    words = where_it_saves if 2 * signs.count(1) > len(rows) else PILOT
-    words = otherwise if 2 * signs.count(-1) > len(rows) else words
     # of another question the share is another one
     saved = [row[question] for row, x in zip(rows, signs, strict=True) if x > 0 and row[question]]
     shares = sorted({round(float(re.findall(r"[\d.]+", figure)[0])) for figure in saved})
@@ -131,7 +143,9 @@ def _says(rows: Sequence[Row], question: str) -> str:
     tokens = sorted({row["tokens"] for row in rows})
     at = " to ".join(f"{x:g}" for x in dict.fromkeys([tokens[0], tokens[-1]]))
     who = ", ".join(dict.fromkeys(row["citation"].split(",")[0] for row in rows))
-    return f"{words} (at {at}: {signs.count(1)} of {len(rows)} saved{much}, {who})"
+    return (
+        f"{_answer(rows, question)} (at {at}: {signs.count(1)} of {len(rows)} saved{much}, {who})"
+    )
 
 
 def _saves(figure: str) -> int:
