@@ -224,7 +224,8 @@ def with_commits(text: str, documents: Iterable[dict[str, Any]]) -> str:
     if not old:
         return text
     commits = f"commit{'s' * (len(old) > 1)} {', '.join(sorted(old))}"
-    return f"{text}\n\n**The kernels have changed since the GPU figures of {commits}: measure them again.**"
+    said = f"The kernels have changed since the GPU figures of {commits}: measure them again."
+    return f"{text}\n\n**{said}**"
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

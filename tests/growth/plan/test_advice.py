@@ -361,7 +361,7 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
         ("LlamaForCausalLM", DEEPER, 300, ["(not measured", "from scratch (at 20", "(not"]),
         ("LlamaForCausalLM", WIDER, 7, ["both ways (not measured near this)"] * 3),
         # measured for one question, so known for the other; the first has no share of its own
-        ("LlamaForCausalLM", DEEPER, 60, ["grow (at 42.9: 1 of 1 saved, Du", "(at 20", "saved, 35%"]),
+        ("LlamaForCausalLM", DEEPER, 60, ["grow (at 42.9: 1 of 1", "(at 20", "saved, 35%"]),
         # width and depth were measured at 20, and not at once
         ("LlamaForCausalLM", {**WIDER, **DEEPER}, 20, ["(not"] * 3 + ["this size from scratch"]),
         # growth of both at once, and its interval holds 0
