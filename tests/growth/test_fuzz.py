@@ -131,7 +131,7 @@ def test_other_settings_of_generation_are_found(monkeypatch):
     assert check(case) == "exact"
     # both the plan's model without them, and a `verify` that does not look at them
     monkeypatch.setattr(grow, "fit_cache", lambda _, generation: generation.update(**UNSET))
-    monkeypatch.setattr(verify.verdict, "generation_differences", lambda *_: "")
+    monkeypatch.setattr(verify.verdict, "differences", lambda *_: "")
     with pytest.raises(AssertionError, match="other tokens are suppressed"):
         check(case)
 
