@@ -224,8 +224,7 @@ def with_commits(text: str, documents: Iterable[dict[str, Any]]) -> str:
     if not old:
         return text
     commits = f"commit{'s' * (len(old) > 1)} {', '.join(sorted(old))}"
-    said = f"The kernels have changed since the GPU figures of {commits}: measure them again."
-    return f"{text}\n\n**{said}**"
+    return f"{text}\n\n**The kernels have changed since the GPU figures of {commits}: rerun them.**"
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
