@@ -34,6 +34,7 @@ def more_experts(model, count):
         key: count * model.size(key)
         for space in model.mixtures
         for key in (space.size, *followers(space, model))
+        if key in model.family.growable
     }
 
 

@@ -72,7 +72,7 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
         value = 1 + 0.4 * noise if is_gain else std * noise
         parameter.data = value.to(dtype)
     for name, x in (*model.named_buffers(), *model.named_parameters()):
-        if name.endswith(("e_score_correction_bias", "layer_scalar")):
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             x.data += 0.2 * torch.randn(x.shape, generator=rng, dtype=torch.float64)
     model.tie_weights()
     return eager(model.eval())

@@ -696,6 +696,14 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"conv_bias": True},
     ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        {
+            **{**EXPERTS, "layer_types": ["full_attention", "conv", "conv"], "norm_eps": 1e-2},
+            **{"num_hidden_layers": 3, "num_dense_layers": 1, "moe_intermediate_size": 7},
+        },
+        {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False},
+    ),
     "mellum": (
         "MellumForCausalLM",
         {

@@ -48,8 +48,8 @@ LEADS_ON = r"it has [^;\n]+; nearest: \w[^;\n]* \([^;\n]+; growkern[. ][^\n]*$"
         ("step3p7", {}, r"it has a gate on every attention head; .*nearest: "),
         # none of these: a tensor without a rule
         ("minimax", {}, r"it has self_attn\.diagonal_decay and \d+ others, which mixtral"),
-        # a class that has no default for a size: by its config's keys
-        ("lfm2_moe", {}, r"it has experts; nearest: lfm2 \(.*of its config's keys\); growkern fam"),
+        # no class for text: by its config's keys
+        ("vitpose_backbone", {}, r"it has experts; nearest: \w+ \(.*of its config's keys\); growk"),
         # no class: by the keys of the file
         ("nobody", HYBRID, r"it has state-space layers \(Mamba\); .*nearest: .* growkern.widen"),
         ("nobody", QWEN, r"nearest: qwen3 \(9\d% of its config's keys\); .*growkern plan /"),
