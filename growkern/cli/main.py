@@ -175,6 +175,9 @@ def _let_the_first_say_it(error: BaseException) -> None:
     # with a group, the processes have begun to work on different things
     distributed = sys.modules.get("torch.distributed")
     is_grouped = distributed is not None and distributed.is_initialized()
+    if is_grouped and os.environ.get("WORLD_SIZE", "1") != "1":
+        # a launcher ends all processes at the first that fails, which may be another one
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.environ.get("LOCAL_RANK", "0") == "0" or is_grouped or not isinstance(error, GrowthError):
         return
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -20,9 +20,6 @@ from growkern.growth.source import located
 from growkern.train.run import check_paths, load_runs
 from growkern.train.safety import exportable
 
-# of the error of a data loader
-DEAD_WORKER = "DataLoader worker"
-
 
 @app.command()
 def train(
@@ -43,7 +40,6 @@ def train(
     # before PyTorch is imported, which takes seconds
     check_paths(load_runs(run), run.parent)
     from growkern.train.distributed import leave_processes
-    from growkern.train.run import resume_command
     from growkern.train.run import run as start
     from growkern.train.safety import INTERRUPTIONS, Terminated, settle
 
@@ -57,14 +53,6 @@ def train(
         if str(stop):
             say(f"growkern: {stop}", sys.stderr)
         code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
-    except RuntimeError as error:
-        if not str(error).startswith(DEAD_WORKER):
-            raise
-        # the system kills it where memory is short; PyTorch's traceback has a hundred lines
-        raise GrowthError(
-            f"a data worker was killed, which happens when memory is short; to resume: "
-            f"{resume_command(run)}"
-        ) from error
     leave_processes()
     raise typer.Exit(code)
 

@@ -8,6 +8,9 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+from torch.distributed import DistBackendError
+
 from growkern.publish.manifest import write_manifest
 from growkern.train.safety.staging import open_staging, publish_into
 from tests.cli.test_commands import RUN, SIZES, assert_bad_input, checkpoint, run
@@ -78,13 +81,21 @@ def test_checksums_of_a_run(run, tmp_path):
     assert code == 1 and f"{out}: manifest.json is missing" in said
 
 
-def test_a_killed_data_worker_is_one_line(run, checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error, why",
+    [
+        (RuntimeError("DataLoader worker (pid(s) 123) exited"), "a data worker was killed"),
+        (RuntimeError("[gloo/transport/pair.cc:5] Closed [::1]:5. Look"), "(Closed [::1]:5); last"),
+        (DistBackendError("NCCL"), "cannot be reached (NCCL)"),
+    ],
+)
+def test_another_process_that_ended_is_one_line(run, checkpoint, tmp_path, monkeypatch, error, why):
     def killed(*_, **__):
-        raise RuntimeError("DataLoader worker (pid(s) 123) exited unexpectedly")
+        raise error
 
-    monkeypatch.setattr("growkern.train.run.run", killed)
+    monkeypatch.setattr("growkern.train.run.start.resolve", killed)
     (tmp_path / "small").symlink_to(checkpoint)
     (tmp_path / "text").write_text("a small model grows")
     (tmp_path / "run.toml").write_text(RUN)
     said = run("train", tmp_path / "run.toml")
-    assert_bad_input(said, "a data worker was killed", f"growkern train {tmp_path}")
+    assert_bad_input(said, why, f"growkern train {tmp_path}")

@@ -8,7 +8,7 @@ from growkern.rooms import opener
 if TYPE_CHECKING:
     from growkern.train.run.file import check_paths, load_run, load_runs
     from growkern.train.run.resolve import locate
-    from growkern.train.run.start import resume_command, run
+    from growkern.train.run.start import run
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

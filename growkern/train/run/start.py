@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
 from growkern.arguments import path_of
-from growkern.errors import FOUND, GrowthError, say, warn, without_bars
+from growkern.errors import FOUND, GrowthError, reason, say, warn, without_bars
 from growkern.growth.optimizer import grow_optimizer_into
 from growkern.publish import locked
 from growkern.train.dataset import from_first, read_data
@@ -89,7 +90,8 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     path = path_of("path", path, "the name of a run file")
     command = resume_command(path)
     bars = without_bars(progress, ("huggingface_hub.utils", "datasets"))
-    with SignalWatch(f"stopped; to resume: {command}"), bars, _telling_if_failed():
+    begun: list[Path] = []
+    with SignalWatch(f"stopped; to resume: {command}"), bars, _telling_if_failed(command, begun):
         check_switches()
         result, base = None, path.parent
         runs = load_runs(path)
@@ -99,6 +101,7 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
             check_growths(path, runs)
         for number, settings in enumerate(runs, start=1):
             resolved = resolve(settings, base, progress=progress)
+            begun.append(resolved.output)
             output = resolved.output.parent if len(runs) > 1 else resolved.output
             after = f"growkern plot {shlex.quote(str(output))}"
             if number < len(runs):
@@ -163,16 +166,33 @@ def _warn_of_others() -> None:
 
 
 @contextlib.contextmanager
-def _telling_if_failed() -> Iterator[None]:
-    """If a run fails, print what this process has found: the others may never come to compare."""
+def _telling_if_failed(command: str, begun: Sequence[Path]) -> Iterator[None]:
+    """If a run fails, print what this process has found: the others may never come to compare.
+
+    If another process has ended, one line takes the place of PyTorch's traceback of a hundred.
+    """
     try:
         yield
-    except Exception:
+    except Exception as error:
         # the first process has printed its own
         if (rank := os.environ.get("RANK", "0")) != "0":
             for message in dict.fromkeys(FOUND):
                 say(f"growkern: warning: rank {rank}: {message}", sys.stderr)
-        raise
+        if not (why := _lost_process(error)):
+            raise
+        saved = next(filter(None, map(last_checkpoint, reversed(begun))), "none")
+        raise GrowthError(f"{why}; last checkpoint: {saved}; to resume: {command}") from error
+
+
+def _lost_process(error: Exception) -> str:
+    """What an error says of another process; empty if that is not its cause."""
+    if str(error).startswith("DataLoader worker"):
+        return "a data worker was killed, which happens when memory is short"
+    # gloo has no class of errors
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        said = re.sub(r"^\[\S+\] ", "", reason(error)).split(". ")[0]
+        return f"another process has ended, or cannot be reached ({said})"
+    return ""
 
 
 def _found(run: ResolvedRun, overwrite: bool) -> tuple[dict[str, Any], bool]:
