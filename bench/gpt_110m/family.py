@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.gpt_110m import seed as one_seed
-from bench.gpt_110m.seed import LONGER, PLANNED, RESERVE_S, TOY, UNIT, curve, place_of
+from bench.gpt_110m.seed import LONGER, PLANNED, RESERVE_S, TOY, TOY_S, UNIT, curve, place_of
 from bench.gpt_110m.training import EVALUATIONS, FALL, Place, Row, Training
 from bench.paper.compare import is_early, saved
 from bench.paper.models import Size
@@ -32,7 +32,7 @@ FAMILY = replace(
     batch=128,
     vocab=8192,
 )
-SEED, TOY_S = 1, 8.0
+SEED = 1
 # tokens per parameter beyond which no run is longer
 MOST_TOKENS = 20
 # layers of the model that is never grown, over those of the others; and of one run at first
@@ -128,7 +128,7 @@ def run(recorder: Recorder) -> None:
     text = place.text
     sizes, evaluation_s, parameters = measured(place)
     begins_s, batch = now() - recorder.started, setting.batch * setting.length
-    end_s = recorder.pick(recorder.limit_s - RESERVE_S, min(TOY_S, recorder.limit_s - RESERVE_S))
+    end_s = recorder.pick(recorder.limit_s - RESERVE_S, TOY_S)
     most = MOST_TOKENS * parameters / batch
     steps = steps_for(end_s - begins_s, sizes, evaluation_s, most)
     lengths = {name: max(UNIT, round(share * steps)) for name, share in sizes.steps.items()}

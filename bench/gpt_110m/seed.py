@@ -29,7 +29,7 @@ TOY = GPT_110M.variant(
     "toy", source=Size(4, 16, 2), target=Size(4, 24, 3), vocab=300, length=16, batch=4
 )
 # source, scratch and grown end in so many seconds after the start
-MAIN_S, TOY_S = 300.0, 8.0
+MAIN_S, TOY_S = 300.0, 1.0
 # share of the time that is planned for, and seconds that no extra run is begun in
 PLANNED, RESERVE_S = 0.9, 20.0
 # the tokenizer learns from one file in so many
@@ -59,7 +59,7 @@ def read_text(recorder: Recorder, setting: Setting) -> Text:
     # the files of a linked package are beside the package
     folder = Path(torch.__file__).resolve().parents[1]
     files = [path for path in library_files(folder) if path.suffix == ".py"]
-    texts = read_corpus(files[:: recorder.pick(1, 100)])
+    texts = read_corpus(files[:: recorder.pick(1, 400)])
     tokenizer = train_tokenizer(texts.train[::LEARNED], setting.vocab).backend_tokenizer
 
     def rows_of(texts: Sequence[str]) -> Tensor:
@@ -77,7 +77,7 @@ def read_text(recorder: Recorder, setting: Setting) -> Text:
         "bytes": sum(len(x.encode(errors="replace")) for part in texts for x in part),
         "tokens": train.numel(),
     }
-    rows = VALIDATION * setting.batch
+    rows = recorder.pick(VALIDATION, 2) * setting.batch
     validation = validation[:: max(1, len(validation) // rows)][:rows]
     # with other strides than in training the head would be compiled again
     return Text(train, validation.contiguous(), facts)

@@ -191,7 +191,7 @@ def _time_of_gathers(recorder: Recorder) -> None:
 
     The time is that on the device, and that by the clock.
     """
-    C = recorder.pick(4096, 48)
+    C = recorder.pick(4096, 16)
     rng = torch.Generator(recorder.device).manual_seed(0)
     tiled = torch.arange(2 * C, device=recorder.device) % C
     for dtype in (BF16, FP32):

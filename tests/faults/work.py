@@ -179,7 +179,10 @@ WORKS = {
 
 
 class Sample(Walk):
-    stride = 5
+    @property
+    def stride(self):
+        # large allocations are few
+        return 5 if self.work.kinds is MEMORY else 8
 
 
 def main(walk=Sample):

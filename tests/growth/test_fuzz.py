@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
-import re
 from collections import Counter
 
 import pytest
 import torch
+import transformers
 
 from bench.fuzz_exactness import __main__ as command
 from bench.fuzz_exactness import check as checks
 from bench.fuzz_exactness.cases import Case, draw
 from bench.fuzz_exactness.check import check
 from growkern.families.model import ModelSpec
+from growkern.families.table_files import load_family
 from growkern.growth import grow
 from growkern.growth.plan import exactness
 from growkern.growth.record import verify
@@ -40,12 +41,13 @@ def depth_of(case):
 def sample():
     """Numbers of cases, of which each has what none before it has. The others come every night.
 
-    That is a family, an option or its value, a size that grows, a dtype, a depth, or a way.
+    That is a kind of norms, an option or its value, a size that grows, a dtype, a depth, or a way.
     """
     seen, numbers = set(), []
     for number in range(DRAWN):
         case = draw(walks.start or 0, number)
-        has = {re.split("For|Model|Encoder", case.class_name)[0], ("deep", depth_of(case) > 5)}
+        norm = load_family(getattr(transformers, case.class_name).config_class.model_type).norm
+        has = {(norm.kind, norm.placement), ("deep", depth_of(case) > 5)}
         has |= {(name, x if isinstance(x, str | bool) else None) for name, x in case.how.items()}
         has |= {("from", case.dtype), ("to", case.how.get("dtype")), ("disk", case.on_disk)}
         has |= {("config", case.by_config), *case.generation}

@@ -155,13 +155,11 @@ def error_of_bfloat16(directory, model_type, how, **config):
     return relative_error(small, large), grown.growth_plan.exact
 
 
-# two of the four ways for each family, others for the next one
-HALVES = [("routing", "none"), ("noise", "split")]
+# one of the four ways for each family, another for the next one
+WAYS = ("routing", "none", "noise", "split")
 
 
-@pytest.mark.parametrize(
-    "model_type, symmetry", [(m, way) for i, m in enumerate(FAMILIES) for way in HALVES[i % 2]]
-)
+@pytest.mark.parametrize("model_type, symmetry", [(m, WAYS[i % 4]) for i, m in enumerate(FAMILIES)])
 def test_powers_of_two_round_no_bfloat16(model_type, symmetry, tmp_path):
     """No sum of copies is off by a bit, where the hidden size is four times the source's.
 

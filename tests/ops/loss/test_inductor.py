@@ -44,7 +44,7 @@ N, H, V = 6, 8, 12
 # options of a process group need one; a compiled step of several processes is in test_kl_mlm_ranks
 LEFT_OUT = {"group", "vocab_start"}
 VALUES = {
-    "alpha": [0.0, 1.0, 0.3, torch.tensor(0.0), torch.tensor(0.4)],
+    "alpha": [0.3, 1.0, 0.0, torch.tensor(0.4)],
     "temperature": [2.0],
     "divergence": ["reverse", "jsd"],
     "beta": [0.2],
@@ -82,10 +82,10 @@ def options_of(loss):
 def together(loss, taught):
     """Every option at once, as far as they go together.
 
-    Of VALUES the first three go together for each loss, and rates that are tensors for one.
+    Of VALUES the first two go together for each loss, and rates that are tensors for one.
     """
-    tensors = (4,) if loss == "linear_kl_mlm_loss" else ()
-    for number in (0, 1, 2, *tensors) if taught else (0,):
+    tensors = (3,) if loss == "linear_kl_mlm_loss" else ()
+    for number in (0, 1, *tensors) if taught else (0,):
         names = [x for x in options_of(loss) if taught or x in ALONE]
         options = {x: VALUES[x][number % len(VALUES[x])] for x in names}
         # numbers of items divide a mean, and beta mixes the two sides of one divergence
@@ -97,10 +97,13 @@ def together(loss, taught):
         yield options
 
 
+# the first loss that has an option tries it alone
+FIRST = {option: loss for loss in reversed(LOSSES) for option in options_of(loss)}
 CALLS = [
     (loss, {option: value}, taught, None)
     for loss in LOSSES
     for option in options_of(loss)
+    if option in ALONE or FIRST[option] == loss
     for number, value in enumerate(VALUES[option])
     for taught in (
         (True, False) if option in ALONE and (number == 0 or option != "alpha") else (True,)
@@ -167,7 +170,9 @@ def test_every_option_is_tried():
     for dynamic in (None, True):
         calls = [call for call in CALLS if call[3] is dynamic]
         tried = {(loss, option) for loss, options, *_ in calls for option in options}
-        assert tried == {(loss, option) for loss in LOSSES for option in options_of(loss)}
+        # alone, an option of several losses is that of the first one
+        assert dynamic is None or tried == {(x, name) for x in LOSSES for name in options_of(x)}
+        assert {option for _, option in tried} == FIRST.keys()
         # a comprehension over teachers that are not there broke the graph
         bare = {loss for loss, options, taught, _ in calls if "alpha" in options and not taught}
         assert bare == {*LOSSES}
