@@ -159,13 +159,8 @@ def test_the_files_do_what_they_say(place):
     moe = transformers.AutoModelForCausalLM.from_pretrained(runs / "upcycling")
     first, second = moe.model.layers[1].mlp.experts.down_proj[:2]
     assert not torch.equal(first, second) and not hasattr(moe.model.layers[0].mlp, "experts")
-    rates = {
-        line["step"]: line["learning_rate"] for line in log_of(runs / "recipe") if "mlm" in line
-    }
+    lines = (line for line in log_of(runs / "recipe") if "mlm" in line)
+    rates = {line["step"]: line["learning_rate"] for line in lines}
     assert rates[22] < min(rates[20], rates[26]), "it rises again after the growth at step 20"
-    assert (
-        torch.load(runs / "recipe" / "checkpoint-40" / "optimizer.pt", weights_only=True)["state"][
-            0
-        ]["step"]
-        == 80
-    )
+    file = runs / "recipe" / "checkpoint-40" / "optimizer.pt"
+    assert torch.load(file, weights_only=True)["state"][0]["step"] == 80

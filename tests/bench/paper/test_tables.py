@@ -92,13 +92,11 @@ def test_every_system_is_a_run_file(system, tmp_path):
     """At the sizes of the table: the shares of the steps are those of the papers."""
     run = run_of(job_of(DOMAIN, system, 1, 1e-3, 400))
     if system == "stackbert":
-        assert [(x.at_step, x.sizes) for x in run.growth] == [
-            *((50, {"n_layer": 2}), (120, {"n_layer": 4}))
-        ]
+        grows = [(x.at_step, x.sizes) for x in run.growth]
+        assert grows == [(50, {"n_layer": 2}), (120, {"n_layer": 4})]
     if system == "mslt":
-        assert [(x.at_step, x.sizes["n_layer"]) for x in run.growth] == [
-            *((50, 2), (100, 3), (150, 4))
-        ]
+        grows = [(x.at_step, x.sizes["n_layer"]) for x in run.growth]
+        assert grows == [(50, 2), (100, 3), (150, 4)]
         assert {x.new_layers_steps for x in run.growth} == {50}
     if "two_stage" in system:
         assert run.two_stage.stage1_steps == 50

@@ -6,6 +6,7 @@ of every family.
 """
 
 import json
+import re
 from functools import reduce
 
 import pytest
@@ -181,23 +182,14 @@ def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
 @pytest.mark.parametrize(
     "model_type, growth, shape, why",
     [
-        (
-            "vit",
-            {"intermediate_size": 30},
-            (2, 2, 8, 4),
-            r"2, 2, 8, 4\]; expected images, \(batch, 2, 8, 8\)",
-        ),
-        (
-            "whisper",
-            {"encoder_layers": 3},
-            (2, 5, 11),
-            r"2, 5, 11\]; expected spectrograms, \(batch, 5, 12\)",
-        ),
+        ("vit", {"intermediate_size": 30}, (2, 2, 8, 4), r"images, \(batch, 2, 8, 8\)"),
+        ("whisper", {"encoder_layers": 3}, (2, 5, 11), r"spectrograms, \(batch, 5, 12\)"),
     ],
 )
 def test_inputs_of_another_shape_are_refused(model_type, growth, shape, why):
     source = random_model(*ALL[model_type])
-    with pytest.raises(growkern.GrowthError, match=why):
+    found = re.escape(f"{list(shape)}; expected ") + why
+    with pytest.raises(growkern.GrowthError, match=found):
         growkern.verify(source, growkern.grow(source, **growth), tokens=torch.zeros(shape))
 
 

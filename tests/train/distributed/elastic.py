@@ -74,10 +74,8 @@ class Killer(TrainerCallback):
 
     def on_step_end(self, args, state, control, **objects):
         # the moment that was drawn would come after the run
-        if (self.victim, self.kind) == (
-            self.rank,
-            "random",
-        ) and state.global_step == args.max_steps:
+        mine = (self.victim, self.kind) == (self.rank, "random")
+        if mine and state.global_step == args.max_steps:
             self.strike()
 
 
