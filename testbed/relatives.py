@@ -447,6 +447,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
     ),
+    "marian": ("MarianMTModel", {**BART, "pad_token_id": 0}, {"scale_embedding": True}),
     "pegasus": ("PegasusForConditionalGeneration", BART, {"scale_embedding": True}),
     "biogpt": ("BioGptForCausalLM", ENCODER, {}),
     "cohere": ("CohereForCausalLM", {**ROTARY, "layer_norm_eps": 1e-2}, {"attention_bias": True}),

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from growkern.errors import GrowthError
 from growkern.families import ModelSpec
-from growkern.growth.models import is_dtensor, restore_buffers, tie, untrained_model
+from growkern.growth import models
 from growkern.growth.source import Source
 
 # parameters of a model that may be copied to float64
@@ -45,7 +45,7 @@ def fits(source: Source, most: int = LARGEST) -> bool:
     if sum(map(math.prod, source.spec.shapes.values())) > most:
         return False
     first = source.read(next(iter(source.dtypes)))
-    return not is_dtensor(first) and not first.is_meta
+    return not models.is_dtensor(first) and not first.is_meta
 
 
 def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
@@ -55,11 +55,12 @@ def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     """
     source = source.stored
     # constants such as Gemma's root of the hidden size stay rounded to the source's dtype
-    model = untrained_model(source.spec, source.dtype)
-    state = {name: source.read(name).to(dtype) for name in source.dtypes}
+    model = models.untrained_model(source.spec, source.dtype)
+    read = {name: source.read(name).to(dtype) for name in source.dtypes}
+    state = models.computed_tensors(source.spec) | read
     model.load_state_dict(state, strict=False, assign=True)
-    tie(model, source.spec)
-    restore_buffers(model)
+    models.tie(model, source.spec)
+    models.restore_buffers(model)
     if source.spec.family.mixtures:
         # others take neither float64 nor every size
         model.set_experts_implementation("eager")

@@ -290,7 +290,8 @@ def check_names_and_shapes(
 ) -> None:
     """Refuse missing tensors but tied ones, unknown ones, and shapes that contradict the config."""
     expected = model.shapes
-    missing = [name for name in expected if name not in shapes and name not in model.ties]
+    spare = {*shapes, *model.ties, *(t.name for t in model.tensors if t.row.computed)}
+    missing = [name for name in expected if name not in spare]
     if missing:
         stored: object = model.stored_names.get(missing[0])
         while isinstance(stored, tuple):

@@ -172,14 +172,12 @@ def check_structure(plan: Blueprint) -> None:
 
 def _check_computed(plan: Blueprint) -> None:
     """Refuse a source with other values than its config gives, where the target's are computed."""
-    names = [task.tensor for task in plan.tasks if task.source == COMPUTED]
+    names = [t.name for t in plan.tasks if t.source == COMPUTED and t.name in plan.source.dtypes]
     truth = computed_tensors(plan.small) if names else {}
-    for name in (tensor.name for tensor in names):
-        values = values_of(plan, name)
-        if values is None:
-            continue
+    for name in names:
         # dtypes that round alike give heads the same angles
-        if not torch.equal(truth[name].to(plan.dtype), values.cpu().to(plan.dtype)):
+        own, values = truth[name].to(plan.dtype), values_of(plan, name)
+        if values is not None and not torch.equal(own, values.cpu().to(plan.dtype)):
             raise UnfitError(
                 f"{name} would be computed anew for heads of another size, and the source's has "
                 "other values than its config gives: keep head_dim"
