@@ -130,9 +130,10 @@ class Curve:
     @property
     def title(self) -> str:
         """Its name; a generation is called by what it is."""
-        is_numbered = self.method and self.name.startswith("generation-")
-        kind = "from scratch" if self.from_scratch else f"grown by {self.method}"
-        return f"{self.name}, {kind}" if is_numbered else self.name
+        if not self.name.startswith("generation-") or (self.growths and not self.method):
+            return self.name
+        kind = f"grown by {self.method}" if self.method else "never grown"
+        return f"{self.name}, {'from scratch' if self.from_scratch else kind}"
 
     @property
     def state(self) -> str:
@@ -446,7 +447,7 @@ def savings_table(groups: Sequence[Group]) -> Table:
     of = ("mean " if len(groups[0].curves) > 1 else "") + groups[0].last_loss
     seeds = max(len(group.curves) for group in groups)
     table = Table(
-        title=f"FLOPs to the mark: the {of} of {groups[0].title}, {mark:.3f}",
+        title=f'FLOPs to the mark: the {of} of "{groups[0].title}", {mark:.3f}',
         caption="Runs whose ranges overlap may differ by chance."
         if seeds > 1
         else "With one seed per run, small differences may be chance.",
@@ -461,7 +462,9 @@ def savings_table(groups: Sequence[Group]) -> Table:
     is_short = max(len(line) for name in names for line in name.split("\n")) <= LONGEST_NAME
     for i in shown:
         kind: Any = {"justify": "right"} if i else {"no_wrap": is_short}
-        table.add_column(HEADS[i], overflow="fold", **kind)
+        head = HEADS[i].replace(": ", ":\n")
+        head = head.replace("a given", "a").replace("the small one", "small")
+        table.add_column(head, overflow="fold", **kind)
     for name, cells in zip(names, rows, strict=True):
         # a range takes two lines, so that the table fits into 80 columns
         table.add_row(name, *(cells[i].replace(" to ", " to\n") for i in shown[1:]))
@@ -484,6 +487,9 @@ def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
     has_others = has_others or any(group.is_never_grown for group in groups)
     for group, numbers in _rows(groups):
         cells = [_range(x, form) if x else "-" for x, form in zip(numbers, forms, strict=True)]
+        # a negative share reads as a slip
+        for i in (i for i, x in enumerate(numbers) if i > 1 and x and max(x) < 0):
+            cells[i] = f"costs {_range([1 - x for x in numbers[i]], '.3g')}x"
         if cells[1] == "-":
             cells[1] = NOT_REACHED
             if group.is_never_grown and mark and group.spent < LONG_ENOUGH * mark:

@@ -54,7 +54,7 @@ NO_SCRATCH = (
     "no saving is known without a run of the large model from scratch: give one too "
     '([growth] method = "random")'
 )
-OTHER_SIZE = "of another size, and so compared for a given loss alone: "
+OTHER_SIZE = " has another size: it is compared for a given loss alone"
 UNFINISHED = "the run that sets the mark is not finished, so nothing is said of savings yet"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
@@ -62,7 +62,9 @@ FAR_START = 4.0
 # zoom in if that leaves out at least this share of the height
 LEAST_ZOOM = 0.35
 # of the panels below, in inches, and how many are beside each other
-PANEL, IN_A_ROW = 1.4, 4
+PANEL, IN_A_ROW = 1.6, 4
+# points of a curve that are all marked
+MOST_MARKED = 24
 # characters of a bar's name in one line
 LINE = 110
 # of the sizes beside a growth, and the share of the width that they take
@@ -119,7 +121,7 @@ def draw(
     if len({curve.validation for curve in drawn}) != 1:
         raise GrowthError("give runs that all have a validation loss, or runs that all have none")
     groups = runs_by_name(curves, sources, paired)
-    shown = [x for x in MEASURED if any(x in curve.measured for curve in curves)]
+    shown = _measured(curves)
     heights = [5.4, *[0.5 + 0.42 * len(groups)] * (len(groups) > 1)]
     below = len(heights) > 1
     heights += [PANEL] * -(-len(shown) // IN_A_ROW)
@@ -129,8 +131,7 @@ def draw(
     if below:
         bars = figure.add_subplot(grid[1, :], sharex=axes)
         axes.tick_params(labelbottom=False)
-    marks = groups[0].marks
-    mark = float(np.mean(marks))
+    mark = float(np.mean(groups[0].marks))
     unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
     _draw_curves(axes, groups, sources, unit)
     _draw_growths(axes, groups, unit)
@@ -145,8 +146,9 @@ def draw(
         panel = figure.add_subplot(place)
         _draw_measured(panel, name, groups, unit)
         panel.set_xlim(axes.get_xlim())
+        panel.set_xlabel(f"FLOPs{scale}", fontsize=SMALL - 1.5)
     # beside others a run is named by its bar
-    asked = f"Which run needs the fewest FLOPs to the loss of {plain(groups[0].title)}?"
+    asked = f'Which run reaches the loss of "{plain(groups[0].title)}" with the fewest FLOPs?'
     axes.set_title(title or (asked if below else groups[0].label), fontsize=TEXT, loc="left")
     figure.supxlabel("\n".join(notes_on(groups)), fontsize=SMALL, x=0.01, ha="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
@@ -177,8 +179,17 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
         notes.append(UNFINISHED)
     if groups[0].sources or (len(groups) > 1 and groups[0].curves[0].is_grown):
         notes.append(NO_SCRATCH)
-    notes += [OTHER_SIZE + plain(group.title) for group in groups if not group.is_compared]
+    notes += [plain(group.name) + OTHER_SIZE for group in groups if not group.is_compared]
     return notes
+
+
+def _measured(curves: Sequence[Curve]) -> list[str]:
+    """Those of `MEASURED` that are drawn."""
+    logged = {name: [y for c in curves for _, y in c.measured.get(name, ())] for name in MEASURED}
+    memory = logged["maxrss"] or [0.0]
+    # of a process most are imports, which tell nothing of a run
+    is_flat = max(memory) <= 1.1 * min(memory)
+    return [name for name, found in logged.items() if found and not (is_flat and name == "maxrss")]
 
 
 def _unit(most: float) -> float:
@@ -206,9 +217,10 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         if len(group.curves) > 1:
             low, high = losses.min(0), losses.max(0)
             axes.fill_between(flops / unit, low, high, color=style.color, alpha=0.18, linewidth=0)
-        # about eight on each curve, not at the same places as those of others
-        every = max(1, len(flops) // 8)
-        marked = {"marker": style.marker, "markevery": (number % every, every), "markersize": 4.5}
+        # all points, or about eight, not at the same places as those of other curves
+        every = 1 if len(flops) <= MOST_MARKED else len(flops) // 8
+        shape = "" if every > 1 and len(groups) == 1 else style.marker
+        marked = {"marker": shape, "markevery": (number % every, every), "markersize": 4.5}
         line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7}
         named = {"label": plain(group.title), "gid": "curve"}
         axes.plot(flops / unit, losses.mean(0), **line, **marked, **named)
@@ -366,8 +378,12 @@ def _saved(group: Group, cost: float | None, reference: Group, best: float | Non
     if cost is None:
         return "not reached"
     # a curve may begin below the mark, and after some training
-    pairs = zip(group.curves, group.marks, strict=True)
-    early = any(curve.flops[0] > 0 and curve.losses[0] <= mark for curve, mark in pairs)
-    told = zip(QUESTIONS.values(), found, strict=True)
-    words = [f"{'≥ ' * early}{x:.0%} ({question})" for question, x in told if x is not None]
-    return f"saved {', '.join(words)}" if words else ""
+    ends = zip(group.curves, group.marks, strict=True)
+    early = any(curve.flops[0] > 0 and curve.losses[0] <= mark for curve, mark in ends)
+    pairs = zip(found, QUESTIONS.values(), strict=True)
+    told = [(share, question) for share, question in pairs if share is not None]
+    words = [f"{'≥ ' * early}{x:.0%} ({question})" for x, question in told if x >= 0]
+    lost = [(f"{'≤ ' * early}{1 - x:.3g}", question) for x, question in told if x < 0]
+    saved = [f"saved {', '.join(words)}"] if words else []
+    # a negative share reads as a slip
+    return "; ".join([*saved, *(f"costs {x} times as much ({question})" for x, question in lost)])

@@ -124,7 +124,7 @@ def test_a_curve_that_begins_below_the_mark_saves_at_least_that(tmp_path, monkey
     source = curve("source", [3.9, 3.5], [0.0, 30.0])
     curves = [SCRATCH, short, long, source]
     figure = drawn(monkeypatch, lambda: draw(curves, tmp_path / "a.png"))
-    said = ["short: saved ≥ 60%", "long: saved ≥ -10%", "source: saved 100%"]
+    said = ["short: saved ≥ 60%", "long: costs ≤ 1.1 times as much", "source: saved 100%"]
     assert texts(figure, "cost")[1:] == [f"{words} (a given size)" for words in said]
 
 
@@ -176,9 +176,11 @@ def test_finds_the_small_models_and_the_mark(
     said = " ".join(texts(figure, "cost"))
     # what the small models cost is known where they are among the runs
     assert ("saved 75% (the small one exists)" in said) == (names == "43" and not before)
-    assert (f"{1 - (before + 5) / 20:.0%} (a given size)" in said) == (names == "43" and before > 0)
+    share = "25% (a given size)" if before < 20 else "costs 1.25 times as much (a given size)"
+    assert (share in said) == (names == "43" and before > 0)
     assert ("generation-4, from scratch (40 parameters): reference" in said) == ("4" in names)
-    assert "generation-1" in notes_on(groups)[-1] if "1" in names else True
+    assert "generation-1 has another size" in notes_on(groups)[-1] if "1" in names else True
+    assert ("generation-1, never grown (10" in said) == ("1" in names)
 
 
 def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
@@ -288,7 +290,7 @@ def test_the_table_says_what_the_picture_says():
     "losses, cells",
     [
         # 20 FLOPs to 4: the best size, so that the grown one's 15 + 6 are 5% more
-        ([8.0, 5.0, 4.0], ["20", "33%", "-5%"]),
+        ([8.0, 5.0, 4.0], ["20", "33%", "costs 1.05x"]),
         # as long as the reference and not there
         ([8.0, 7.0, 6.0, 5.0], [NOT_REACHED, "-", "30%"]),
         ([8.0, 7.0], [f"stopped at 33% of {THESE}", NOT_KNOWN, NOT_KNOWN]),
@@ -373,6 +375,19 @@ def test_what_a_run_tells_is_drawn_in_panels_of_their_own(tmp_path, monkeypatch)
     assert [line.get_xydata().tolist() for line in memory.lines] == [[[5, 3], [10, 6]]]
     assert [line.get_xydata().tolist() for line in mfu.lines] == [[[5, 0.5], [10, 0.5]]]
     assert memory.get_ylim()[0] == 0 and memory.get_xlim() == figure.axes[0].get_xlim()
+    assert memory.get_xlabel() == "FLOPs"
+    # the memory of imports alone is none of the run's
+    run = write_run(tmp_path / "flat", [*HISTORY, *({**x, "maxrss": 3e9} for x in speeds)])
+    figure = drawn(monkeypatch, lambda: plot_runs([run], tmp_path / "a.png"))
+    assert [axes.get_title("left") for axes in figure.axes[1:]] == ["MFU"]
+
+
+@pytest.mark.parametrize("points, marker", [(17, "o"), (40, "")])
+def test_all_points_of_a_single_run_are_marked_or_none(points, marker, tmp_path, monkeypatch):
+    one = curve("one", [9 - n / 8 for n in range(points)], [*range(points)])
+    (axes,) = drawn(monkeypatch, lambda: draw([one], tmp_path / "a.png")).axes
+    (line,) = (line for line in axes.lines if line.get_gid() == "curve")
+    assert line.get_marker() == marker and line.get_markevery() == (0, 1 if marker else 5)
 
 
 def test_a_mark_of_an_unfinished_run_gets_a_sentence(tmp_path):
