@@ -34,7 +34,11 @@ STORIES = ("README.md", "add_model.md", "chain.md", "quickstart.md", "walkthroug
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
     """The language and the text of each block."""
-    return BLOCK.findall(page.read_text())
+    text = page.read_text()
+    if page.name == "quickstart.md":
+        # it shows no losses of its run
+        text = re.sub(r"^steps = (120|60)$", "steps = 20", text, flags=re.M)
+    return BLOCK.findall(text)
 
 
 def prepare_readme(page: Path, folder: Path) -> None:
@@ -43,7 +47,6 @@ def prepare_readme(page: Path, folder: Path) -> None:
     (folder / "small.py").write_text(blocks["python"])
     runpy.run_path("small.py")
     settings, *_ = blocks["toml"].partition("[[generation]]")
-    settings = settings.replace("steps = 120", "steps = 20")
     (folder / "run.toml").write_text(settings + '[model]\npath = "large"\n')
 
 
