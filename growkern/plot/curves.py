@@ -483,8 +483,7 @@ def savings_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
     """The cells under HEADS, a list for each name. Those of several seeds are ranges. (1)"""
     rows, forms = [], (".2f", ".2g", *[".0%"] * len(QUESTIONS))
-    mark, has_others = groups[0].cost(), len(with_small(groups)) > len(groups)
-    has_others = has_others or any(group.is_never_grown for group in groups)
+    mark, has_others = groups[0].cost(), any(group.is_never_grown for group in with_small(groups))
     for group, numbers in _rows(groups):
         cells = [_range(x, form) if x else "-" for x, form in zip(numbers, forms, strict=True)]
         # a negative share reads as a slip
@@ -512,9 +511,8 @@ def with_small(groups: Sequence[Group]) -> list[Group]:
     first, *others = groups
     sources = next((group.sources for group in groups if group.sources), ())
     sizes = {group.curves[0].parameters for group in groups if group.is_never_grown}
-    if not all(source.is_whole and source.parameters not in sizes for source in sources):
-        return [*groups]
-    if not sources:
+    are_alone = all(source.is_whole and source.parameters not in sizes for source in sources)
+    if not (sources and are_alone):
         return [*groups]
     is_paired = len(first.marks) == len(sources)
     marks = first.marks if is_paired else (float(np.mean(first.marks)),) * len(sources)

@@ -14,18 +14,14 @@ def test_crossing_is_linear_between_points():
     assert first_crossing([0, 10, 20], [8, 6, 2], 6) == 10
     assert first_crossing([0, 10], [8, 6], 9) == 0
     assert first_crossing([0, 10], [8, 6], 5.9) is None
-
-
-def test_the_first_crossing_counts_where_a_loss_goes_up_again():
+    # the first one counts where a loss goes up again
     assert first_crossing([0, 10, 20, 30], [8, 4, 6, 4], 5) == pytest.approx(7.5)
 
 
 def test_curve_of_a_log():
     found = curve_of(HISTORY, "run")
     assert found == Curve("run", (0, 10), (0.0, 100.0), (8.0, 6.0))
-
-
-def test_without_validation_the_plain_loss_is_the_curve():
+    # without validation the plain loss is the curve
     found = curve_of([line for line in HISTORY if "eval_loss" not in line], "run")
     assert found == Curve("run", (5,), (50.0,), (6.5,), validation=False)
 
@@ -101,8 +97,8 @@ def test_an_unfinished_run_says_where_its_last_evaluation_was():
 def test_reads_a_run_that_is_not_finished(tmp_path):
     write_run(tmp_path / "run" / "checkpoint-5", HISTORY[:1])
     write_run(tmp_path / "run" / "checkpoint-10", HISTORY)
-    assert read_curve(tmp_path / "run").steps == (0, 10)
-    assert read_curve(tmp_path / "run").name == "run"
+    found = read_curve(tmp_path / "run")
+    assert (found.name, found.steps) == ("run", (0, 10))
 
 
 def test_refuses_what_is_no_run(tmp_path):

@@ -385,8 +385,7 @@ def test_what_a_run_tells_is_drawn_in_panels_of_their_own(tmp_path, monkeypatch)
 @pytest.mark.parametrize("points, marker", [(17, "o"), (40, "")])
 def test_all_points_of_a_single_run_are_marked_or_none(points, marker, tmp_path, monkeypatch):
     one = curve("one", [9 - n / 8 for n in range(points)], [*range(points)])
-    (axes,) = drawn(monkeypatch, lambda: draw([one], tmp_path / "a.png")).axes
-    (line,) = (line for line in axes.lines if line.get_gid() == "curve")
+    (line,) = drawn(monkeypatch, lambda: draw([one], tmp_path / "a.png")).axes[0].lines
     assert line.get_marker() == marker and line.get_markevery() == (0, 1 if marker else 5)
 
 

@@ -40,8 +40,7 @@ def exportable(run: Path) -> list[Path]:
 
 def last_checkpoint(directory: Path) -> Path | None:
     """The latest checkpoint that was written to its end, or None. Its contents are not checked."""
-    paths = checkpoints_in(directory)
-    return next((path for path in paths if (path / MANIFEST).is_file()), None)
+    return next((path for path in checkpoints_in(directory) if (path / MANIFEST).is_file()), None)
 
 
 def behind_link(output: Path) -> Path:
