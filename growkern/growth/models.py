@@ -222,8 +222,7 @@ def computed_tensors(spec: ModelSpec) -> dict[str, Tensor]:
         module.to_empty(device="cpu", recurse=False)
         with cpu_by_default():
             model._init_weights(module)
-    state = model.state_dict()
-    return {name: state[name] for name in names}
+    return {name: x for name, x in model.state_dict().items() if name in names}
 
 
 # the patched table belongs to transformers and is shared by all threads

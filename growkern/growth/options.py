@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -378,15 +379,17 @@ def refuse_smaller(field: str, old: int, new: int) -> None:
 def refuse_heads(family: Family, heads: str, old: Sequence[Any], new: Sequence[Any]) -> None:
     """Refuse given heads that do not divide the stream, or into less than the source's do.
 
-    For models that compute head_dim as stream / heads. `old` and `new` have these two numbers.
+    For models that compute head_dim as stream / heads. `old` and `new` have these two numbers, and
+    `new` the given heads of other stacks behind them.
     """
-    least, (stream, count) = old[0] // old[1], new
+    least, (stream, count, *others) = old[0] // old[1], new
     if stream % count == 0 and stream // count >= least:
         return
     # whatever the head_dim, its rotary pairs have the source's speeds if it is a multiple
-    step = count * (least if family.attention.positions == "rotary" else 1)
+    shared = math.lcm(count, *others)
+    step = shared * (least if family.attention.positions == "rotary" else 1)
     below = stream // step * step
-    fits = sorted({max(size, count * least) for size in (below, below + step)})
+    fits = sorted({max(size, shared * least) for size in (below, below + step)})
     field, divisor = map(family.config_field, ("stream", heads))
     raise GrowthError(
         f"{field}={stream} with {divisor}={count}: head_dim of a {family.model_type} is "
@@ -417,8 +420,9 @@ def refuse_by_config(
         refuse_smaller(name, old if type(old) is int else 0, size)
     # a size by another name may be one of the two
     is_known = family.forces_head_dim and not OTHER_NAMES & dims.keys() - allowed.keys()
+    given = [dims[x] for x in map(family.config_field, family.query_heads) if x in dims]
     for heads in family.query_heads if is_known else ():
         names = [family.config_field(key) for key in ("stream", heads)]
         old, new = ([sizes.get(x) for x in names] for sizes in (values, {**values, **dims}))
         if names[1] in dims and all(type(x) is int and x > 0 for x in old):
-            refuse_heads(family, heads, old, new)
+            refuse_heads(family, heads, old, [*new, *given])

@@ -57,8 +57,7 @@ def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     # constants such as Gemma's root of the hidden size stay rounded to the source's dtype
     model = models.untrained_model(source.spec, source.dtype)
     read = {name: source.read(name).to(dtype) for name in source.dtypes}
-    state = models.computed_tensors(source.spec) | read
-    model.load_state_dict(state, strict=False, assign=True)
+    model.load_state_dict(models.computed_tensors(source.spec) | read, strict=False, assign=True)
     models.tie(model, source.spec)
     models.restore_buffers(model)
     if source.spec.family.mixtures:

@@ -267,13 +267,15 @@ REFUSED = [
     (BERT, {"hidden_size": 26, "num_attention_heads": 7}, r"hidden_size=28$"),
     (BERT, {"num_attention_heads": 5}, r"sizes that fit: hidden_size=20$"),
     (BERT, {"num_attention_heads": 8}, r"sizes that fit: hidden_size=32$"),
+    # for the heads of both stacks
+    (BART, {"encoder_attention_heads": 7, "decoder_attention_heads": 11}, r"fit: d_model=\d+$"),
 ]
 
 
 @pytest.mark.parametrize("sizes, how, message", REFUSED)
 def test_a_refusal_names_the_nearest_sizes(sizes, how, message):
     class_name = "ElectraModel" if "embedding_size" in sizes else "LlamaForCausalLM"
-    class_name = "BertModel" if sizes is BERT else class_name
+    class_name = {id(BERT): "BertModel", id(BART): "BartModel"}.get(id(sizes), class_name)
     source = random_model(class_name, sizes)
     with pytest.raises(growkern.GrowthError, match=message) as refused:
         growkern.plan(source, **how)
