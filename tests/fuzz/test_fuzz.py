@@ -13,7 +13,7 @@ from tests.fuzz.fuzz import problem
 from tests.shared import walks
 
 CORPUS = Path(__file__).with_name("corpus")
-CASES = 150
+CASES = 100
 
 
 def test_what_is_damaged_is_refused_or_right(tmp_path):

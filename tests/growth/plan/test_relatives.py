@@ -27,6 +27,8 @@ from tests.shared import walks
 
 ALL = FAMILIES | {name: case[:2] for name, case in RELATIVES.items()}
 SOME = ALL if walks.times > 1 else RELATIVES
+# it reads and compares all of them by the plan, and the outputs are compared here
+VERIFIED = SOME if walks.times > 1 else [*SOME][::4]
 
 
 def described(model_type, class_name=None, **options):
@@ -68,8 +70,9 @@ def test_all_sizes_at_once_are_exact_from_files_to_shards(model_type, tied, tmp_
     grown = grown_on_disk(tmp_path, source, {**how, "max_shard_size": 4096})
     assert len(list((tmp_path / "large").glob("*.safetensors"))) > 1
     assert_exact(source, grown, grown.growth_plan)
-    report = growkern.verify(tmp_path / "small", tmp_path / "large")
-    assert report.ok, report.failure
+    if model_type in VERIFIED:
+        report = growkern.verify(tmp_path / "small", tmp_path / "large")
+        assert report.ok, report.failure
     config = inner(json.loads((tmp_path / "large/config.json").read_text()), model.family.under)
     bases = [key for key in model.family.older if key.of.endswith(".rope_theta")]
     assert bases or not (model.family.older and config.get("rope_parameters"))

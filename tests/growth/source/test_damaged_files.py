@@ -21,7 +21,7 @@ from tests.shared.walks import walk
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 GOOD = save(TENSORS, {"format": "pt"})
 INDEX = "model.safetensors.index.json"
-FUZZ = walk(250)
+FUZZ = walk(150)
 
 
 def outcome(directory):

@@ -249,7 +249,7 @@ def cut(rng, low, high, times):
     return cut(rng, low, middle_high, times - 1) + cut(rng, middle_low, high, times - 1)
 
 
-@walk(300)
+@walk(200)
 @given(seed=st.integers(0, 2**32))
 def test_filling_agrees_with_counting(seed):
     rng = np.random.default_rng(seed)

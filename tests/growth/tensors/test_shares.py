@@ -56,7 +56,7 @@ def test_every_number_is_the_sum_of_its_shares(dtype, count):
         assert share.unique().numel() == count
 
 
-@walk(150)
+@walk(100)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31))
 def test_any_map_folds_back(data, dtype, seed):
     index = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=40))

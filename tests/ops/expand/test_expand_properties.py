@@ -66,7 +66,7 @@ def fold(grown, maps, shape):
     return matrix.reshape(shape)
 
 
-@walk(60)
+@walk(40)
 @given(data=st.data(), name=st.sampled_from(LIVE))
 def test_folded_back_it_is_the_source(data, name):
     weight = data.draw(weights())
@@ -83,7 +83,7 @@ def test_folded_back_it_is_the_source(data, name):
     assert torch.equal(fold(grown, [index for index, _ in drawn], weight.shape), weight.double())
 
 
-@walk(80)
+@walk(50)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_copies_are_copies_of_bits(data, dtype):
     """Without a scale nothing is converted: not a NaN loses its payload, of any dtype."""

@@ -8,7 +8,7 @@ import pytest
 from testbed.forked_ranks import on_ranks
 from tests.shared import walks
 
-SIGNALS = 5
+SIGNALS = 3
 
 
 @pytest.fixture(scope="module")
