@@ -40,7 +40,7 @@ WORDS = {
     GENERATION_ERROR: "generation differs",
     NEW_TOKENS: "new tokens raise the loss",
 }
-# settings, or tokens, named in an error
+# settings named in an error
 MOST_NAMED = 4
 
 
@@ -141,9 +141,10 @@ def _generation_differences(source: Source, grown: Source) -> str:
     differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     if not differ:
         return ""
+    named = ", ".join(differ[:MOST_NAMED]) + (", ..." if len(differ) > MOST_NAMED else "")
     return (
-        "the generation_config is not the source's, so other tokens may be generated: "
-        f"{_named(differ)}; copy the source's generation_config"
+        f"the generation_config is not the source's, so other tokens may be generated: {named}; "
+        "copy the source's generation_config"
     )
 
 
@@ -153,17 +154,9 @@ def _token_differences(source: Source, grown: Source) -> str:
     The same text then gives other outputs.
     """
     old, new = token_ids(source.directory), token_ids(grown.directory)
-    differ = [token for token, number in old.items() if new.get(token, number) != number]
-    if not differ:
-        return ""
-    return (
-        f"tokenizer.json is not the source's, so the same text gives other outputs: other ids for "
-        f"{len(differ)} tokens, {_named(differ)}; copy the source's tokenizer"
-    )
-
-
-def _named(differ: list[str]) -> str:
-    return ", ".join(differ[:MOST_NAMED]) + (", ..." if len(differ) > MOST_NAMED else "")
+    count = sum(new.get(token, number) != number for token, number in old.items())
+    words = "tokenizer.json is not the source's, so the same text gives other outputs: other ids"
+    return f"{words} for {count} tokens; copy the source's tokenizer" if count else ""
 
 
 def _token_settings(generation: Any) -> dict[str, str]:

@@ -54,7 +54,7 @@ def test_files_that_were_edited_are_seen(tmp_path):
         save_tokenizer(large, "abecd", kind)
         report = growkern.verify(small, large)
         assert not report.ok and report.level == "changed"
-        assert "gives other outputs: other ids for 3 tokens, c, d, e; copy" in report.failure
+        assert "gives other outputs: other ids for 3 tokens; copy" in report.failure
     file = large / "generation_config.json"
     file.write_text(file.read_text().replace("1.9", "1.2"))
     report = growkern.verify(small, large)
