@@ -67,10 +67,8 @@ class Attention(nn.Module):
         super().__init__()
         self.size, inner = c["head_dim"], c["num_attention_heads"] * c["head_dim"]
         kv = c["num_key_value_heads"] * c["head_dim"]
-        self.wq, self.wo = (
-            nn.Linear(c["hidden_size"], inner, False),
-            nn.Linear(inner, c["hidden_size"], False),
-        )
+        self.wq = nn.Linear(c["hidden_size"], inner, False)
+        self.wo = nn.Linear(inner, c["hidden_size"], False)
         self.wk, self.wv = (nn.Linear(c["hidden_size"], kv, False) for _ in range(2))
 
     def forward(self, x, turn):

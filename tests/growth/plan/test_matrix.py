@@ -207,14 +207,9 @@ def test_float16_has_numbers_too_small_to_halve(symmetry):
 
 
 def test_llama3_frequencies_stay_with_larger_heads(tmp_path):
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32}
     source = random_model("LlamaForCausalLM", LLAMA, rope_parameters=rope)
     assert relative_error(source, grown_on_disk(tmp_path, source, {"head_dim": 8})) <= EXACT
 

@@ -131,7 +131,7 @@ def assert_folds_back(plan, grown):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-@walk(8)
+@walk(5)
 @given(data=st.data())
 def test_what_grew_folds_back_to_its_source(model_type, data):
     class_name, dtype, sizes = data.draw(sources(model_type))

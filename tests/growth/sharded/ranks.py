@@ -34,6 +34,7 @@ from tests.growth.watch import Watch
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 PARTS = {"intermediate_size": ROTARY["intermediate_size"] // 2}
 UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
+DIRECT, FRESH = {"n_embd": 20, "method": "direct_copy"}, {"hidden_size": 24, "method": "fresh"}
 
 # name: (class, sizes, source config, growth, mesh)
 CASES = {
@@ -48,21 +49,9 @@ CASES = {
     ),
     "gpt2 uneven aki, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "aki"}, "fsdp"),
     "gpt2 fresh, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "fresh"}, "fsdp"),
-    "llama fresh, fsdp x tp": (
-        "LlamaForCausalLM",
-        LLAMA,
-        UNTIED,
-        {"hidden_size": 24, "method": "fresh"},
-        "fsdp x tp",
-    ),
+    "llama fresh, fsdp x tp": ("LlamaForCausalLM", LLAMA, UNTIED, FRESH, "fsdp x tp"),
     "gpt2 random, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "random"}, "fsdp"),
-    "gpt2 direct copy, fsdp": (
-        "GPT2LMHeadModel",
-        GPT2,
-        {},
-        {"n_embd": 20, "method": "direct_copy"},
-        "fsdp",
-    ),
+    "gpt2 direct copy, fsdp": ("GPT2LMHeadModel", GPT2, {}, DIRECT, "fsdp"),
     "llama untied uneven, fsdp": ("LlamaForCausalLM", LLAMA, UNTIED, UNEVEN, "fsdp"),
     "llama, tp": ("LlamaForCausalLM", LLAMA, UNTIED, {"hidden_size": 24}, "tp"),
     # all of the model on every rank, buffers too, as DTensors
