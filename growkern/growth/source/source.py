@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -335,8 +336,10 @@ def _read_spec(
             error = GrowthError(f"{error}; {why}")
         if weights:
             raise error
-        is_read = method in refused.READ and not dequantize
-        way = "with --dequantize" if is_read else "from the full-precision checkpoint"
+        way = "from the full-precision checkpoint"
+        with suppress(GrowthError):
+            refused.scale_block(config, directory, dequantize=True)
+            way = "with --dequantize"
         named = "quantised" if method in ("", refused.UNNAMED) else method
         needs, way = str(error), f"{named} weights; {way}"
         refused.leave_out_quantisation(config)
