@@ -197,7 +197,7 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(place, name, tmp_path_facto
     assert struck >= 2 - (name == "plan")
 
 
-SIGNALS = 3
+SIGNALS = 5
 GROWING = """
 [[growth]]
 at_step = 2

@@ -31,7 +31,7 @@ from tests.faults.walk import EVERY, WATCHER, Walk, Work, attempt
 
 SYNCS = ("fsync", "fdatasync")
 # disks drawn between the extremes of each cut; without EVERY, one cut of so many is tried
-DRAWN, STRIDE = 2, 6
+DRAWN, STRIDE = 2, 4
 
 
 @dataclass

@@ -38,8 +38,6 @@ def new_trainer(folder: Path) -> object:
 class SavingWalk(Walk):
     """All faults of a save. The trainer is made once, and only its directory is made anew."""
 
-    stride = 3
-
     def __init__(self, folder: Path) -> None:
         """Trains once and saves once, unarmed."""
         self.folder, self.shim, self.without = folder, library(), 0

@@ -11,5 +11,5 @@ def test_a_save_survives_a_fault_of_every_operation(preloaded):
 
 def test_a_run_survives_failed_file_operations(preloaded):
     """Whole runs; this walk leaps. `training.py` has the command for one without leaps."""
-    (work,) = check(preloaded("tests.faults.training", "41"), 300)
+    (work,) = check(preloaded("tests.faults.training", "23"), 300)
     assert work["cases"]["states"] > 10

@@ -4,7 +4,7 @@ This process imports everything and does the work once: another time takes milli
 interpreter takes seconds. A case arms the library `shim.c` to fail the N-th file operation in one
 of five ways and does the work; N goes from 1 to the end. Where more than seven operations in a row
 read or write the same open file by the same call, it takes the first two, three in the middle and
-the last two. A walk with a stride of eight takes every eighth of those, others for each way.
+the last two. A walk with a stride of five takes every fifth of those, others for each way.
 With EVERY on the command line it takes all. A kill strikes a fork of this process.
 Each case must end as "done", "refused in one line" or "killed", and without memory as "starved", in
 one line too.

@@ -179,10 +179,7 @@ WORKS = {
 
 
 class Sample(Walk):
-    @property
-    def stride(self):
-        # large allocations are few
-        return 5 if self.work.kinds is MEMORY else 8
+    stride = 5
 
 
 def main(walk=Sample):

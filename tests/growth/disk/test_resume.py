@@ -83,7 +83,7 @@ def test_killed_at_any_moment_it_ends_the_same(kind, tmp_path):
 
     With more walks, the mixture has 20,000 tensors of experts.
     """
-    source, kills = tmp_path / "source", 8 * walks.times
+    source, kills = tmp_path / "source", 12 * walks.times
     if kind == "dense":
         save_source(source)
     else:

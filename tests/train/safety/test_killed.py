@@ -33,7 +33,7 @@ def test_killed_at_any_moment_it_ends_the_same(workplace, how, growth):  # noqa:
     (workplace / "run.toml").write_text(
         text.replace("keep_checkpoints = 9", "keep_checkpoints = 1")
     )
-    kills = 4 * walks.times
+    kills = 6 * walks.times
     arguments = workplace, how, kills, walks.start or 0
     done = warm.run("tests.train.safety.killer", *arguments, limit_s=600 * walks.times)
     assert done.returncode == 0, done.stderr
