@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.distributed.shard import make_mesh, shard
-from growkern.train.loop.meter import MEASURED
 from growkern.train.model.sub_model import layer_stacks
 from growkern.train.sections import DistributedOptions
-from testbed.tiny import Batches, arguments, build
+from testbed.tiny import MEASURED, Batches, arguments, build
 
 BATCH, ROWS, EVAL_ROWS = 8, 24, 10
 

@@ -89,6 +89,8 @@ def main(folder):
 @ONE
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_without_progress_prints_nothing(workplace, ranks):  # noqa: F811
+    # text that is no validation text, of which it would warn
+    (workplace / "run.toml").write_text(RUN.replace("*.txt", "b.txt"))
     done = warm.run("testbed.forked_ranks", ranks, __name__, workplace)
     warned = ["GrowthWarning: of all", "GrowthWarning: rank 1: of this one"][:ranks]
     assert (done.returncode, done.stdout) == (0, "")
