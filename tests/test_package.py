@@ -95,6 +95,8 @@ grow {llama} new --to qwen3_moe --hidden-size 16
 grow {llama} new --n-embd 16
 plan {bert} --wrong
 plan {bert} --ranks 0
+plan {bert} --tokens nan
+plan {bert} --source-tokens 1e9
 grow nothere new
 grow {bert} new --text nothere
 plan {small} --num-attention-heads 7

@@ -1,4 +1,4 @@
-"""Trains a small GPT-2, grows it, trains the large model in six ways, and compares them.
+"""Trains a small GPT-2, grows it, trains on in five ways and from scratch, and compares.
 
     python -m examples.demo.demo [--dir runs/demo] [--quick] [--seed 0]
 

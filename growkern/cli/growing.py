@@ -41,6 +41,7 @@ from growkern.growth.options import (
     GrowthKeywords,
     GrowthOptions,
     check_moments,
+    check_tokens,
     parse_size,
     refuse_by_config,
 )
@@ -228,6 +229,7 @@ def plan(
     --n-embd of GPT-2: docs/families.md lists them.
     """
     # before PyTorch is imported: a wrong name costs no more than the question to the Hub
+    check_tokens(tokens, source_tokens)
     place = located(source, revision, weights=False)
     from growkern.growth.plan import plan as make_plan
 

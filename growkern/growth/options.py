@@ -44,6 +44,8 @@ Stream = Literal["auto", "copies", "padded"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
 SharedExpert = Literal["zero", "dense"]
+# of a training, thousands of times more than the largest so far
+MOST_TOKENS = 1e18
 # not a size: the vocabulary is rounded up to a multiple of it
 PAD_VOCAB = "pad_vocab_to_multiple_of"
 # a size, for messages
@@ -357,6 +359,18 @@ def check_moments(moments: str) -> None:
     """Refuse a `moments` that is not one of `Moments`."""
     if moments not in get_args(Moments):
         raise GrowthError(f"moments={moments!r}{nearest(moments, get_args(Moments))}")
+
+
+def check_tokens(tokens: float | None, source_tokens: float | None) -> None:
+    """Refuse numbers of tokens that are none, or of the source's alone."""
+    for name, count in (("tokens", tokens), ("source_tokens", source_tokens)):
+        if count is not None and not 1 <= count <= MOST_TOKENS:
+            raise GrowthError(
+                f"{name}={count:g}: give a number of tokens from 1 to {MOST_TOKENS:g}, for "
+                "example 1e11 for 100 billion"
+            )
+    if source_tokens is not None and tokens is None:
+        raise GrowthError("source_tokens (--source-tokens) is given without tokens (--tokens)")
 
 
 def asked_size(family: Family, allowed: Mapping[str, str], name: str, value: Any) -> int:

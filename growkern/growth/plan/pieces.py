@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.growth.options import parse_size
+from growkern.growth.options import check_tokens, parse_size
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.stored import PIECE_BYTES, row_blocks
 from growkern.ops.expand import cpu_bytes_per_second
@@ -28,8 +28,6 @@ SUMMED_BYTES = 1 << 20
 FIXED_BYTES = 32 << 20
 # bytes of a number in float32
 TRAINED_BYTES = 4
-# of a training, thousands of times more than the largest so far
-MOST_TOKENS = 1e18
 
 
 @dataclass(frozen=True)
@@ -166,14 +164,7 @@ def estimate(
         expand_seconds: time to expand the weights on this machine's CPU, from a short probe.
             Growth onto disk takes longer by the time to read and write the bytes above.
     """
-    for name, count in (("tokens", tokens), ("source_tokens", source_tokens)):
-        if count is not None and not 1 <= count <= MOST_TOKENS:
-            raise GrowthError(
-                f"{name}={count:g}: give a number of tokens from 1 to {MOST_TOKENS:g}, for "
-                "example 1e11 for 100 billion"
-            )
-    if source_tokens is not None and tokens is None:
-        raise GrowthError("source_tokens (--source-tokens) is given without tokens (--tokens)")
+    check_tokens(tokens, source_tokens)
     each = _most_in_work(plan)
     limit = max(parse_size("memory_limit", MEMORY_LIMIT), FIXED_BYTES + each)
     size = plan.parameters() * plan.dtype.itemsize
