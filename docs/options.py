@@ -1,10 +1,8 @@
-"""Writes what follows from the declared options of the losses, `growkern/ops/loss/rows/options.py`.
+"""Copies the declared options of the losses, `growkern/ops/loss/rows/options.py`.
 
-`python -m docs.options` writes
-
-- `growkern/train/sections.py`: what the options of losses mean in a run file, and their types and
-  defaults. A new one is put there by hand first;
-- `csrc/maths.h`, the numbers that the compiled kernels get.
+`python -m docs.options` writes their meanings, types and defaults into
+`growkern/train/sections.py`, where a new one is put by hand first, and the numbers of formulas
+into `csrc/maths.h`.
 """
 
 import re
@@ -47,27 +45,14 @@ def sections(text: str) -> str:
     return text
 
 
-def header() -> str:
-    """The header of the kernels."""
-    fields = ", ".join(("inv_t", *Maths._fields[1:]))
-    return f"""// The numbers in the formulas of a loss: 1 / temperature, then as in class Maths of
-// growkern/ops/loss/rows/options.py. `python -m docs.options` writes this file.
-#pragma once
-
-namespace growkern {{
-
-template <typename Real>
-struct Maths {{
-    Real {fields};
-}};
-
-}}  // namespace growkern
-"""
+def header(text: str) -> str:
+    """The header of the kernels, from its present text."""
+    return re.sub("Real .*;", f"Real {', '.join(('inv_t', *Maths._fields[1:]))};", text)
 
 
 def main() -> None:
     OPTIONS.write_text(sections(OPTIONS.read_text()))
-    HEADER.write_text(header())
+    HEADER.write_text(header(HEADER.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Every growth of a run is planned before the run, against the model as it will be."""
 
 import json
+import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import growkern
 from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageTrainer
 from growkern import run as train
 from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.growth.plan import plan_growth
 from growkern.growth.record.lineage import growth_plan_of
 from growkern.train.safety.export import export
 from testbed.forked_ranks import on_ranks
@@ -230,3 +233,43 @@ def test_a_list_of_layers_is_trained_through_a_run_file(workplace):  # noqa: F81
         assert not torch.equal(old[0], old[1]) or "norm" in name
         for layer, place in zip(new, order, strict=True):
             assert torch.equal(layer, old[place]), (name, place)
+
+
+def entered(call):
+    """The files of the package that a call enters, and how often it plans.
+
+    The second call is watched: the first one imports.
+    """
+    call("first")
+    codes, package = [], str(Path(growkern.__file__).parent)
+
+    def see(frame, event, _argument):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            codes.append(frame.f_code)
+
+    threading.setprofile(see)
+    sys.setprofile(see)
+    try:
+        call("second")
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {x.co_filename.removeprefix(package) for x in codes}, codes.count(plan_growth.__code__)
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_each_growth_is_planned_once_and_few_files_are_entered(workplace):  # noqa: F811
+    text = RUN.replace('[model]\npath = "model"\n', "") + THRICE + "num_hidden_layers = 6"
+
+    def run(name):
+        (workplace / "run.toml").write_text(text.replace('"out"', f'"{name}"'))
+        train(workplace / "run.toml", progress=False)
+
+    def grow(name):
+        out = workplace / f"{name}-large"
+        growkern.grow_checkpoint(workplace / "model", out, progress=False, num_hidden_layers=5)
+
+    for call, growths, limit in ((run, 3, 95), (grow, 1, 50)):
+        files, plans = entered(call)
+        assert plans == growths
+        assert len(files) <= limit, sorted(files)
