@@ -236,10 +236,7 @@ def test_a_list_of_layers_is_trained_through_a_run_file(workplace):  # noqa: F81
 
 
 def entered(call):
-    """The files of the package that a call enters, and how often it plans.
-
-    The second call is watched: the first one imports.
-    """
+    """The files that a second call enters, and how often it plans. The first call imports."""
     call("first")
     codes, package = [], str(Path(growkern.__file__).parent)
 
@@ -249,27 +246,24 @@ def entered(call):
 
     threading.setprofile(see)
     sys.setprofile(see)
-    try:
-        call("second")
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    call("second")
+    threading.setprofile(sys.setprofile(None))
     return {x.co_filename.removeprefix(package) for x in codes}, codes.count(plan_growth.__code__)
 
 
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
 def test_each_growth_is_planned_once_and_few_files_are_entered(workplace):  # noqa: F811
+    toml = workplace / "run.toml"
     text = RUN.replace('[model]\npath = "model"\n', "") + THRICE + "num_hidden_layers = 6"
 
-    def run(name):
-        (workplace / "run.toml").write_text(text.replace('"out"', f'"{name}"'))
-        train(workplace / "run.toml", progress=False)
+    def run(out):
+        toml.write_text(text.replace('"out"', f'"{out}"'))
+        train(toml, progress=False)
 
-    def grow(name):
-        out = workplace / f"{name}-large"
+    def grow(out):
+        out = workplace / f"large-{out}"
         growkern.grow_checkpoint(workplace / "model", out, progress=False, num_hidden_layers=5)
 
     for call, growths, limit in ((run, 3, 95), (grow, 1, 50)):
         files, plans = entered(call)
-        assert plans == growths
-        assert len(files) <= limit, sorted(files)
+        assert plans == growths and len(files) <= limit, sorted(files)

@@ -68,10 +68,8 @@ def test_every_option_is_explained(name):
     entries = re.findall(r"(?m)^ {4}(\w[\w, ]*):", inspect.getdoc(FUNCTIONS[name]))
     explained = {option for key in entries for option in key.split(", ")}
     assert "**options" not in inspect.getdoc(FUNCTIONS[name])
-    if name in EXPLAINED_BY:
-        assert EXPLAINED_BY[name] in FUNCTIONS[name].__doc__
-    else:
-        assert explained >= options_of(FUNCTIONS[name]).keys()
+    assert EXPLAINED_BY.get(name, "") in FUNCTIONS[name].__doc__
+    assert name in EXPLAINED_BY or explained >= options_of(FUNCTIONS[name]).keys()
 
 
 def test_section_loss_of_a_run_file_has_the_declared_options():
