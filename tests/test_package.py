@@ -100,6 +100,9 @@ plan {bert} --source-tokens 1e9
 grow nothere new
 grow {bert} new --text nothere
 plan {small} --num-attention-heads 7
+plan {llama} --num-attention-heads 6 --num-key-value-heads 4
+plan {llama} --hidden-size 16 --carry 0.5
+grow {llama} new --hidden-size 16 --aki eq16
 grow {bert} new --wrong
 grow {bert} new --hidden-size 32
 grow {bert} new --depth wrong
@@ -128,6 +131,8 @@ train {lacking}
 train {place}
 train {growth}
 train {heads}
+train {idle}
+train {keys}
 train {model}
 train {text}
 train {teacher}
@@ -165,6 +170,10 @@ MISTAKES = {
     "model": {"model": {"path": "nothere"}},
     "text": {"data": {"train": ["nothere/*.txt"]}},
     "heads": {"growth": {"source": "small", "num_attention_heads": 7}},
+    "idle": {"growth": {"source": "llama", "hidden_size": 16, "carry": 0.5}},
+    "keys": {
+        "growth": {"source": "llama", "num_attention_heads": 6, "num_key_value_heads": 4},
+    },
     "teacher": {"teacher": {"paths": [".", "nothere"]}, "inheritance": {}},
 }
 

@@ -169,7 +169,7 @@ class GrowthCommand(TyperCommand):
         given = {name: value for name, value in ctx.obj.items() if name != "family"}
         options, sizes = GrowthOptions.split_off(given)
         table = ctx.obj.get("family")
-        refuse_by_config(config_of(ctx.params["source"]), options.to, sizes, table)
+        refuse_by_config(config_of(ctx.params["source"]), options, sizes, table)
         return super().invoke(ctx)
 
 

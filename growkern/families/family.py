@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.spec import (
     Attention,
     Dense,
@@ -256,6 +256,14 @@ class Family:
     def key_heads(self) -> set[str]:
         """The sizes that count heads of keys which several query heads may share."""
         return ({"kv_heads"} | {str(s.keys) for s in self.spaces.values()}) & self.config.keys()
+
+    def refuse_groups(self, key: str, heads: int, kv_heads: int) -> None:
+        """Refuse query heads that do not share equally the heads of keys that `key` counts."""
+        if heads < kv_heads or heads % kv_heads:
+            raise UnfitError(
+                f"{self.config_field('q_heads')}={heads} is not a multiple of "
+                f"{self.config_field(key)}={kv_heads}: give a multiple of it"
+            )
 
     @property
     def forces_head_dim(self) -> bool:

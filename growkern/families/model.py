@@ -154,12 +154,7 @@ class ModelSpec:
     def check_groups(self) -> None:
         """Refuse query heads that do not share the key-value heads equally."""
         for key in sorted(self.family.key_heads):
-            heads, kv_heads = self.size("q_heads"), self.size(key)
-            if heads < kv_heads or heads % kv_heads:
-                raise UnfitError(
-                    f"{self.family.config_field('q_heads')}={heads} is not a multiple of "
-                    f"{self.family.config_field(key)}={kv_heads}: give a multiple of it"
-                )
+            self.family.refuse_groups(key, self.size("q_heads"), self.size(key))
 
     def check_transposed(self) -> None:
         """Refuse square matrices that files may hold transposed: nothing tells which way round."""

@@ -55,6 +55,8 @@ OTHER_NAMES = {
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("num_experts", "num_local_experts", "num_experts_per_tok"),
 }
+# what `carry` is for
+PADDED = "models with LayerNorm whose stream gets extra coordinates"
 # the kinds of a new router. Others are read from a file
 ROUTERS = ("random", "zero")
 
@@ -172,6 +174,15 @@ class GrowthOptions:
                 raise GrowthError(
                     f"{name}={value!r} has no effect without a family to become: give to as well"
                 )
+        copying = (not self.is_baseline, "the methods that copy, fpi and aki")
+        kinds = {
+            "noise": copying,
+            "routing": copying,
+            "aki": (self.method == "aki", "method='aki'"),
+        }
+        for name, (is_read, what) in kinds.items():
+            if not is_read and getattr(self, name) != getattr(GrowthOptions, name):
+                raise GrowthError(no_effect(self, name, what))
         if self.method == "fresh" and self.scheme == "paper":
             raise GrowthError("method='fresh' takes scheme='exact': leave scheme out")
         if self.stream == "padded" and (self.scheme == "paper" or self.is_baseline):
@@ -390,6 +401,14 @@ def refuse_smaller(field: str, old: int, new: int) -> None:
         raise GrowthError(f"{field}={new} is smaller than the source's {old}; sizes can only grow")
 
 
+def no_effect(options: GrowthOptions, name: str, what: str) -> str:
+    """The message for an option that nothing in a growth reads; `what` is what it is for."""
+    return (
+        f"{name}={getattr(options, name)!r} has no effect in this growth: it is for {what}: leave "
+        "it out"
+    )
+
+
 def refuse_heads(family: Family, heads: str, old: Sequence[Any], new: Sequence[Any]) -> None:
     """Refuse given heads that do not divide the stream, or into less than the source's do.
 
@@ -413,25 +432,31 @@ def refuse_heads(family: Family, heads: str, old: Sequence[Any], new: Sequence[A
 
 
 def refuse_by_config(
-    config: Mapping[str, Any], to: str, dims: Mapping[str, Any], table: Any = None
+    config: Mapping[str, Any], options: GrowthOptions, dims: Mapping[str, Any], table: Any = None
 ) -> None:
     """Refuse what a config.json and the tables alone show to be wrong.
 
-    A plan refuses this too, and more, but it needs PyTorch, which takes seconds to import. `to` and
-    `dims` are its option and its sizes, `table` the file of a table of the user's own.
+    A plan refuses this too, and more, but it needs PyTorch, which takes seconds to import.
+    `dims` are its sizes, `table` the file of a table of the user's own.
     """
     kind = config.get("model_type")
     if not table and kind not in supported_families():
         return
     family = read_family(table) if table else load_family(str(kind))
-    if to:
-        refuse_other_mixture(family.model_type, to)
-        family = load_family(to)
-    allowed, values = growable_fields(family), {} if to else inner(config, family.under)
+    if options.to:
+        refuse_other_mixture(family.model_type, options.to)
+        family = load_family(options.to)
+    if options.carry != GrowthOptions.carry and not family.carries:
+        raise GrowthError(no_effect(options, "carry", PADDED))
+    allowed, values = growable_fields(family), {} if options.to else inner(config, family.under)
     free = OTHER_NAMES.union(family.sparse_fields, [family.dense and family.dense.renormalised])
     for name in dims.keys() & allowed.keys() | dims.keys() - free:
         size, old = asked_size(family, allowed, name, dims[name]), values.get(name)
         refuse_smaller(name, old if type(old) is int else 0, size)
+    for key in family.key_heads:
+        heads, keys = (dims.get(family.config_field(x)) for x in ("q_heads", key))
+        if heads is not None and keys is not None:
+            family.refuse_groups(key, heads, keys)
     # a size by another name may be one of the two
     is_known = family.forces_head_dim and not OTHER_NAMES & dims.keys() - allowed.keys()
     given = [dims[x] for x in map(family.config_field, family.query_heads) if x in dims]

@@ -30,4 +30,4 @@ def test_other_names_of_sizes_are_left_to_the_config():
         text = config.sub_configs.get(family.under, config)
         aliases = getattr(text, "attribute_map", {}).items()
         sizes = {name: 8 for name, field in aliases if field in growable_fields(family)}
-        refuse_by_config({"model_type": kind}, "", sizes)
+        refuse_by_config({"model_type": kind}, GrowthOptions(), sizes)

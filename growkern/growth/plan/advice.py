@@ -19,7 +19,7 @@ from growkern.errors import GrowthError, human, warn
 from growkern.families import ModelSpec, inner
 from growkern.files import read_json
 from growkern.growth.history import forgotten
-from growkern.growth.options import GrowthOptions
+from growkern.growth.options import PADDED, GrowthOptions, no_effect
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
 from growkern.growth.plan.measured import is_decoder
@@ -76,7 +76,7 @@ CHOICES = ("depth", "symmetry", "scheme")
 def uses(plan: Blueprint) -> dict[str, tuple[bool, str]]:
     """Option -> whether this growth reads it, and what it is for.
 
-    `noise` and `routing` are checked against `symmetry` when they are made.
+    Those that depend on other options alone are checked when they are made.
     """
     options, family, layout = plan.options, plan.small.family, plan.layout
     copied = not options.is_baseline
@@ -85,16 +85,12 @@ def uses(plan: Blueprint) -> dict[str, tuple[bool, str]]:
     widened = copied and bool(changed - layers)
     # norms around inserted blocks have gains that undo each other
     has_units = any(task.identity in ("unit", "affine") for task in plan.tasks)
-    copying, becoming = "the methods that copy, fpi and aki", "dense models that become mixtures"
+    becoming = "dense models that become mixtures"
     wide = "copies in a wider model, of the methods fpi and aki"
-    padding = "models with LayerNorm whose stream gets extra coordinates"
     gains = "inserted identity blocks in models with norms behind blocks"
     return {
         "stream": (layout.is_padded, "a larger hidden size: the hidden size stays"),
-        "carry": (layout.uses_carry, padding),
-        "aki": (options.method == "aki", "method='aki'"),
-        "noise": (copied, copying),
-        "routing": (copied, copying),
+        "carry": (layout.uses_carry, PADDED),
         "maps": (widened and options.scheme == "exact", f"{wide}, scheme='exact'"),
         "identity_gain": (copied and has_units, gains),
         "depth": (bool(changed & layers), "new layers, and their number stays"),
@@ -119,10 +115,7 @@ def idle_options(plan: Blueprint) -> Iterator[tuple[str, str]]:
 def refuse_idle_options(plan: Blueprint) -> None:
     """Refuse options of a user that change nothing, or warn of them. Records may have such."""
     for name, what in idle_options(plan):
-        message = (
-            f"{name}={getattr(plan.options, name)!r} has no effect in this growth: it is for "
-            f"{what}: leave it out"
-        )
+        message = no_effect(plan.options, name, what)
         if name not in CHOICES:
             raise GrowthError(message)
         warn(message)
@@ -190,14 +183,13 @@ def _sides(model: ModelSpec) -> dict[str, dict[str, int]]:
 
 def _divides_less(plan: Blueprint) -> Iterator[str]:
     """The uses for which the target's sizes divide by less than the source's."""
-    for kind, both in divides(plan).items():
-        # nobody asks for other numbers than powers of 2 before they fail
-        old, new = (number & -number for number in both)
+    for kind, (old, new) in divides(plan).items():
         name, least, _ = DIVISORS[kind]
-        if new < old and old >= least:
+        # heads of 12 are shared by 3 and 6 processes too
+        if lost := [n for n in range(least, old + 1) if old % n == 0 and new % n]:
             odd = [field for field, size in _sides(plan.large)[kind].items() if size % old]
             yield (
-                f"no {name} {old}, which the source's sizes allow: make "
+                f"no {name} {', '.join(map(str, lost))}, which the source's sizes allow: make "
                 f"{' and '.join(odd)} divide by {old}"
             )
 

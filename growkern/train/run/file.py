@@ -480,7 +480,7 @@ def check_paths(runs: Sequence[Run], base: Path) -> None:
                 config_directory(place)
         for growth in run.growths:
             if growth.source:
-                refuse_by_config(config_of(base / growth.source), growth.to, growth.sizes)
+                refuse_by_config(config_of(base / growth.source), growth, growth.sizes)
         for key, sets in (("train", run.data.train), ("validation", run.data.validation)):
             for name, patterns in sets.items() if isinstance(sets, dict) else [("", sets)]:
                 for pattern in patterns:

@@ -115,7 +115,7 @@ def test_what_is_called_idle_changes_no_weight(class_name, sizes, targets, name)
             except growkern.GrowthError:
                 continue
             plan = plan_growth(source, given, dict(target), judged=False)
-            assert VALUES.keys() == uses(plan).keys()
+            assert VALUES.keys() - {"aki", "noise", "routing"} == uses(plan).keys()
             if name in dict(idle_options(plan)):
                 without = GrowthOptions(**{**needed, **method})
                 other = plan_growth(source, without, dict(target), judged=False)

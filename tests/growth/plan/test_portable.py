@@ -314,6 +314,9 @@ def test_blocks_and_groups_are_those_of_the_matrices(name):
 
 
 KEYS = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10}
+LOST = (
+    "no tensor parallel 4, 8, which the source's sizes allow: make num_key_value_heads divide by 8"
+)
 ODD = {"hidden_size": 5000, "intermediate_size": 17501, "head_dim": 128}
 
 
@@ -322,7 +325,7 @@ ODD = {"hidden_size": 5000, "intermediate_size": 17501, "head_dim": 128}
     [
         ({"num_hidden_layers": 3}, (8, 128, 256), ()),
         ({"intermediate_size": 28672}, (8, 128, 256), ()),
-        (KEYS, (10, 128, 256), ["num_key_value_heads divide by 8"]),
+        (KEYS, (10, 128, 256), [LOST]),
         (ODD, (1, 1, 1), ["intermediate_size divide by 8", "hidden_size", "hidden_size"]),
     ],
 )
@@ -341,6 +344,13 @@ def test_a_llama_of_8b_is_warned_of_sizes_that_divide_by_less(sizes, expected, t
     parallel, block, group = expected
     line = f"tensor parallel {parallel}; vocabulary 512; FP8 blocks {block}; group size {group}"
     assert line in str(plan)
+
+
+def test_all_numbers_of_processes_that_are_lost_are_named():
+    source = empty("GPT2LMHeadModel", n_embd=48, n_head=12, n_layer=1, vocab_size=64)
+    (line,) = (x for x in growkern.plan(source, n_embd=80, n_head=20).portability() if "no t" in x)
+    assert "no tensor parallel 3, 6, 12," in line and "n_head and n_inner divide by 12" in line
+    assert "allow" not in str(growkern.plan(source, n_embd=96, n_head=24).portability())
 
 
 def test_experts_and_their_units_count():
