@@ -4,7 +4,7 @@ The pages link to files of the repository as `../examples/x.toml`, which works w
 is shown. In the site these files lie beside the pages. The README is the home page, and the tables
 of all training runs are a page too.
 
-The pages are also there as Markdown, for readers of `llms.txt`.
+The pages are also there as Markdown, for readers of `llms.txt`, which is their index README.md.
 """
 
 import re
@@ -40,6 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_post_build(config: Any) -> None:
     """Write the pages as Markdown into the site, where the links of llms.txt lead."""
     pages = {page.name: page for page in Path(config.docs_dir).glob("*.md")}
+    pages["llms.txt"] = pages.pop("README.md")
     for uri, page in (pages | ELSEWHERE).items():
         text = _with_links(page.read_text(), page.parent, config)
         (Path(config.site_dir) / uri).write_text(text)

@@ -85,10 +85,22 @@ def mlx(directory: Path) -> torch.Tensor:
 
 
 def torchtitan(directory: Path) -> torch.Tensor:
-    """Logits of torchtitan; its own adapter and reader map the names of the Hugging Face model.
+    """Logits of torchtitan."""
+    with torch.no_grad():
+        return titan_logits(titan_model(directory)[0])
 
-    Its attention needs a GPU or a compiler, so PyTorch's takes its place. Its experts multiply
-    in bfloat16, which would hide small differences; here they stay in float32.
+
+def titan_logits(model: Any) -> torch.Tensor:
+    """Its experts multiply in bfloat16, which would hide small differences; here in float32."""
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor):
+        logits: torch.Tensor = model(ids(), torch.arange(ids().shape[1]).expand(ids().shape))
+    return logits
+
+
+def titan_model(directory: Path) -> tuple[Any, Any]:
+    """The model of torchtitan, and its adapter, which maps the names of the Hugging Face model.
+
+    Its attention needs a GPU or a compiler, so PyTorch's takes its place.
     """
     import torch.distributed.checkpoint as dcp
     from torchtitan.models import llama3, qwen3
@@ -127,9 +139,7 @@ def torchtitan(directory: Path) -> torch.Tensor:
     lost = model.load_state_dict(adapter.from_hf(state), strict=False).missing_keys
     if lost := sorted({*lost} & {*dict(model.named_parameters())}):
         raise ValueError(f"parameters without a value: {lost}")
-    positions = torch.arange(ids().shape[1]).expand(ids().shape)
-    with torch.no_grad(), mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor):
-        return model(ids(), positions)
+    return model, adapter
 
 
 def _titan_sizes(config: dict[str, Any]) -> dict[str, Any]:

@@ -200,6 +200,8 @@ BESIDE_LOSS = {
 REASONS = {
     "only Llama 3": "",  # the benchmark builds no other for torchtitan
     "GGUF model with|Unknown gguf": "not read back",
+    "no head for masked": "no logits",
+    "Failed to export": "not exported",
     "not supported|No conversion|not yet impl|not recogni|module transformers has no": "no",
 }
 

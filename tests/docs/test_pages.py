@@ -27,7 +27,8 @@ from testbed import warm
 from tests.docs.run_blocks import STORIES, blocks_of
 
 ROOT = Path(growkern.__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# docs/README.md has nothing but links
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!R]*.md"))]
 
 EXTRAS = set(metadata("growkern").get_all("Provides-Extra"))
 # commands of the pages that no test can run as they are, and why
@@ -155,9 +156,13 @@ def test_pages_are_short():
         assert page == reference.RUN_FILE or len(text.split()) <= most, page.name
 
 
-def test_the_list_for_language_models_has_every_page():
-    text = (ROOT / "docs" / "llms.txt").read_text()
-    assert set(re.findall(r"\((\w+\.md)\)", text)) == {page.name for page in PAGES[1:]}
+def test_the_index_has_the_groups_and_pages_of_the_site():
+    _, *groups = (ROOT / "docs" / "README.md").read_text().split("\n## ")
+    found = {x.split("\n")[0]: {*re.findall(r"(\w+\.md)\)", x)} for x in groups}
+    menu = (ROOT / "mkdocs.yml").read_text().partition("nav:\n  - Home: index.md\n")[2]
+    _, *groups = re.split(r"^  - ", menu.replace("tables.md", "paper.md"), flags=re.M)
+    assert found == {x.split(":")[0]: {*re.findall(r"- (\w+\.md)", x)} for x in groups}
+    assert set().union(*found.values()) == {"paper.md", *(page.name for page in PAGES[1:])}
 
 
 def test_lines_of_shell_that_do_not_run_name_what_exists():

@@ -64,26 +64,7 @@ class TwoStageTrainer(Trainer):
     Evaluation is the plain cross-entropy of the whole model without a teacher, as a mean over all
     labels.
 
-    The `loss` of a log line is the mean over the steps since the last line, like Trainer's. Steps
-    without a single label are left out. `mlm` is the mean over all labels. Log lines also hold
-    flops (so far, without evaluation and padding), kl, top1_agreement, kl_rows_lost (the share of
-    rows without a KL term because of tokens that a teacher lacks), aux_loss (of a mixture's
-    routers, before its coefficient), alpha and depth. For a mixture of experts
-    without compiled blocks: expert_entropy (of the experts' shares of the tokens since the last
-    line, a mean over layers; 1: all shares are equal) and expert_largest_share (in any layer).
-
-    And they measure, since the last line: tokens_per_second, step_time (seconds, those of waiting
-    for data included), data_time_share (the share of that waiting), checkpoint_time (seconds that
-    training stood still for checkpoints), max_memory_allocated (bytes, of the first process on its
-    GPU, since the start; on a CPU `maxrss`, of the whole process) and mfu (FLOPs with those of
-    teachers, as a share of what the data sheets of the GPUs promise in 16 bits; only in 16 bits, on
-    GPUs of `meter.PEAKS`).
-
-    The first line after a growth has its number as `growth`, from 1 inside the run and 0 for that
-    of the model that it begins with. Beside it are the new sizes, as `growth/hidden_size` and so
-    on, and the label loss of the last line before as `growth/loss_before`. Its own `mlm` is the
-    loss after it. The validation losses right before and after the growth are
-    `growth/eval_loss_before` and `growth/eval_loss_after`. Growth 0 has no loss before.
+    docs/training.md has the names of all logged values.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a
