@@ -38,8 +38,8 @@ class ModelSpec:
         of_one_ffn: the experts are those of a dense FFN, among which no router chooses yet.
         stored: name -> shape of the tensors of rows `as_stored`, where files name them otherwise
             than the class.
-        second: the rows of parts `behind` that files lack; None: the files have no layers that
-            predict a second token, or only what transformers builds is asked for.
+        second: how many layers in files predict a second token; 0 of what transformers builds.
+        lacking: the rows of parts `behind` that files lack.
     """
 
     family: Family
@@ -48,7 +48,8 @@ class ModelSpec:
     untied: frozenset[str] = frozenset()
     of_one_ffn: bool = False
     stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    second: frozenset[str] | None = None
+    second: int = 0
+    lacking: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
@@ -73,8 +74,9 @@ class ModelSpec:
     def with_own_heads(self, named: Iterable[str]) -> ModelSpec:
         """The same model, in which heads of these names are not tied, if its table allows that."""
         heads = {t.name for t in self.tensors if t.tied and not t.in_body}
-        own = heads & {*named} if self.family.ties_by_value else ()
-        return replace(self, untied=frozenset(own))
+        return replace(
+            self, untied=frozenset(heads & {*named} if self.family.ties_by_value else ())
+        )
 
     def with_config(self, config: Any) -> ModelSpec:
         """The same class with another config of the same family."""
@@ -133,18 +135,16 @@ class ModelSpec:
         """The size called `key` in [config]."""
         return self.family.config[key].of(self.fields)
 
-    @property
+    @cached_property
     def second_layers(self) -> range:
         """The numbers of the layers that predict a second token, behind the last layer."""
-        if self.second is None or self.family.second is None:
-            return range(0)
         first = self.size(next(iter(self.family.stacks.values())))
-        return range(first, first + getattr(self.text, self.family.second.layers, 1))
+        return range(first, first + self.second)
 
     @cached_property
     def in_memory(self) -> ModelSpec:
         """The same without layers that predict a second token, which only files have."""
-        return self if self.second is None else replace(self, second=None)
+        return replace(self, second=0) if self.second else self
 
     @property
     def mixtures(self) -> tuple[SpaceSpec, ...]:
@@ -184,9 +184,7 @@ class ModelSpec:
         """
         if not self.family.forces_head_dim:
             return self.size("head_dim")
-        if heads == "kv_heads":
-            heads = "q_heads"
-        return self.size("stream") // self.size(heads)
+        return self.size("stream") // self.size("q_heads" if heads == "kv_heads" else heads)
 
     def width(self, space: SpaceSpec) -> int:
         """Entries of one head, or of one unit, of a space."""
@@ -424,40 +422,41 @@ class ModelSpec:
         """The tensors of every row whose condition holds; a name may come twice."""
         model_class = self.family.classes[self.class_name]
         for part, row, stack in self.family.rows_of(self.class_name):
-            lacks, is_behind = self.second or (), part in model_class.behind
-            if holds(row.when, self.fields) and (self.second is not None or not is_behind):
+            is_behind = part in model_class.behind
+            if holds(row.when, self.fields) and (self.second or not is_behind):
                 prefix, in_body = model_class.prefix_of(part), part not in model_class.heads
                 for layer in self._layers(row, stack, is_behind):
                     bound = self._bind(row, prefix, stack, layer, in_body)
-                    yield from (t for t in bound if not is_behind or t.template not in lacks)
+                    yield from (t for t in bound if t.template not in self.lacking)
 
-    def second_names(self, tensor: TensorSpec) -> tuple[str, ...]:
-        """Its whole name in files, if a layer that predicts a second token begins otherwise."""
-        return self._second_files((tensor.template,), tensor.layer)
-
-    def _second_files(self, names: tuple[str, ...], layer: int | None) -> tuple[str, ...]:
-        """The names in files of rows, if a layer that predicts a second token begins otherwise."""
-        begin = self.family.second and self.family.second.files
-        if layer is None or layer not in self.second_layers or not begin:
+    def second_files(self, names: tuple[str, ...], layer: int | None) -> tuple[str, ...]:
+        """The whole names in files, if a layer that predicts a second token begins otherwise."""
+        begins = self.family.second.files if self.family.second else {}
+        if layer is None or layer not in self.second_layers or not begins:
             return ()
-        begin = begin.replace("{k}", str(layer - self.second_layers.start))
-        return tuple(begin + name.removeprefix("layers.{l}.") for name in names)
+        number, found = str(layer - self.second_layers.start), []
+        for name in (name.removeprefix("layers.{l}.") for name in names):
+            begin = next(filter(name.startswith, begins))
+            found.append(begins[begin].replace("{k}", number) + name.removeprefix(begin))
+        return tuple(found)
 
     def _layers(self, row: Row, stack: str, is_behind: bool) -> list[int | None]:
         if "{l}" not in row.name:
             return [None]
         count = 0 if is_behind else self.size(self.family.stacks[stack])
         layers = (*range(count), *self.second_layers)
-        if row.only is None:
-            return [*layers]
-        return [layer for layer in layers if row.is_in(self.kinds_of(layer, count))]
+        return [n for n in layers if row.only is None or row.is_in(self.kinds_of(n, count))]
 
     def kinds_of(self, layer: int, layers: int) -> dict[str, bool]:
         """Kind -> whether this layer, one of `layers` of its stack, is of it."""
-        kinds = {"first": layer == 0, "last": layer == layers - 1}
-        if layer in self.second_layers and self.family.second:
-            return kinds | {kind: kind in self.family.second.kinds for kind in self.family.kinds}
-        return kinds | {k: self.family.is_kind(k, layer, self.config) for k in self.family.kinds}
+        family, kinds = self.family, self.family.second.kinds if self.family.second else ()
+        if layer in self.second_layers:
+            # several layers may predict one token
+            layer, layers = (layer - self.second_layers.start) % len(kinds), len(kinds)
+            own = {kind: kind in kinds[layer].split("|") for kind in family.kinds}
+        else:
+            own = {kind: family.is_kind(kind, layer, self.config) for kind in family.kinds}
+        return {"first": layer == 0, "last": layer == layers - 1, **own}
 
     def _bind(
         self, row: Row, prefix: str, stack: str, layer: int | None, in_body: bool
@@ -495,7 +494,7 @@ class ModelSpec:
             tied=named(row.tied),
             fallback=row.fallback,
             stored=None if row.stored is None else fill(row.stored),
-            files=self._second_files(row.files or (row.name,), layer)
+            files=self.second_files(row.files or (row.name,), layer)
             or tuple(prefix + fill(f) for f in row.files),
             factor=named(row.factor),
         )

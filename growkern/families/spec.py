@@ -549,9 +549,9 @@ class ModelClass:
 class Second:
     """[second]: layers that predict a second token, which files have behind the last layer."""
 
-    layers: str
-    kinds: tuple[str, ...] = ()
-    files: str | None = None
+    layers: str | None = None
+    kinds: tuple[str, ...] = ("",)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

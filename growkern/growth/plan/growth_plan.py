@@ -152,7 +152,7 @@ class GrowthPlan(Blueprint):
 
     def without_second(self) -> GrowthPlan:
         """The same growth of what transformers reads: no layers that predict a second token."""
-        if self.small.second is None:
+        if not self.small.second:
             return self
         source, config = self.source.without_second(), copy.deepcopy(self.target_config)
         for name in unread_in(source.spec):

@@ -40,7 +40,7 @@ def followed_fields(family: Family) -> tuple[str, ...]:
 
 def unread_in(small: ModelSpec) -> list[str]:
     """The config fields that count layers which are left out, as transformers lacks them."""
-    if small.second is not None:
+    if small.second:
         return []
     return [name for name in small.family.unread if getattr(small.text, name, None)]
 

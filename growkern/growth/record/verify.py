@@ -207,7 +207,7 @@ def verify(
 
 def _opened(model: Any, family: Family | None, grown: Source | None = None) -> Source:
     """A model with all that its files have; the source of `grown` with the layers that it has."""
-    second = grown is None or grown.spec.second is not None
+    second = grown is None or bool(grown.spec.second)
     how: Any = {"family": family, "dequantize": grown is not None, "second": second}
     return open_source(model, allow_nonfinite=True, **how)
 

@@ -290,7 +290,7 @@ def stacked(
         return next((known[n] for n in spellings(model, key) if n in known), [])
 
     # experts of a layer that predicts a second token may be joined in files, as in the model
-    plain = {name: t.name for t in model.tensors for name in model.second_names(t)}
+    plain = {n: t.name for t in model.tensors for n in model.second_files((t.template,), t.layer)}
     result: dict[str, StoredTensor] = {}
     joined: dict[str, dict[tuple[int, int], StoredTensor]] = {}
     for raw, header in headers.items():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError, warn
-from growkern.families import ANY, Family, ModelSpec, load_family, supported_families
+from growkern.families import ANY, Family, ModelSpec, TensorSpec, load_family, supported_families
 from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import class_of, is_dtensor, refuse_flattened, unwrapped
@@ -115,7 +115,7 @@ class Source:
 
     def without_second(self) -> Source:
         """What transformers reads of it: no layers that predict a second token."""
-        if self.spec.second is None:
+        if not self.spec.second:
             return self
         spec = self.spec.in_memory
         dtypes = {name: x for name, x in self.dtypes.items() if name in spec.shapes}
@@ -358,31 +358,37 @@ def _read_spec(
 def _with_second(
     model: ModelSpec, headers: Mapping[str, StoredTensor] | None, directory: Path
 ) -> ModelSpec:
-    """The model with the layers that predict a second token, if the files, or any, have them.
+    """The model with the layers that predict a second token, as many as the files, or any, have.
 
     A tied head would read their norm's output by shares, which changes its mean square.
     """
-    every, second = dataclasses.replace(model, second=frozenset()), model.family.second
-    own = [t for t in every.tensors if t.name not in model.shapes]
-    if model.has_tied_head or second is None or not own:
+    second = model.family.second
+    if second is None or model.has_tied_head or not model.family.classes[model.class_name].behind:
         return model
     if headers is None:
-        # a config alone says whether there are such layers
-        return every if getattr(model.text, second.layers, 0) else model
-    known, stored = {own_name(raw) for raw in headers}, every.stored_names
-    lacking = []
-    for t in own:
-        names = stored.get(t.name, t.name)
-        parts = [names] if isinstance(names, str) else [*chain.from_iterable(names)]
-        if not known.issuperset(parts) and not known.intersection(every.second_names(t)):
-            lacking.append(t)
-    if len(lacking) == len(own):
-        return model
+        # a config alone may say how many there are
+        count = getattr(model.text, str(second.layers), None) or 0
+        return dataclasses.replace(model, second=count * len(second.kinds))
+    known, found, lacking = {own_name(raw) for raw in headers}, model, list[TensorSpec]()
+    while True:
+        more = dataclasses.replace(model, second=found.second + 1)
+        own = [t for t in more.tensors if t.name not in model.shapes]
+        stored, lacks = more.stored_names, []
+        for t in own:
+            names = stored.get(t.name, t.name)
+            parts = [names] if isinstance(names, str) else [*chain.from_iterable(names)]
+            if not known.issuperset(parts) and not known & {
+                *more.second_files((t.template,), t.layer)
+            }:
+                lacks.append(t)
+        if all(t in lacks for t in own if t.layer == more.second_layers[-1]):
+            break
+        found, lacking = more, lacks
     # a copy of the embedding or of the head may be missing
     if lost := [t.name for t in lacking if "vocab" not in t.axes]:
         warn(f"{directory}: it lacks {lost[0]}: layers that predict a second token are left out")
         return model
-    return dataclasses.replace(every, second=frozenset(t.template for t in lacking))
+    return dataclasses.replace(found, lacking=frozenset(t.template for t in lacking))
 
 
 def _with_towers(
@@ -477,11 +483,8 @@ def _leave_out_other_heads(model: ModelSpec, names: dict[str, str]) -> None:
     The published BERT files are an example: their config says BertForMaskedLM, but they also hold
     a pooler and a next-sentence head. transformers drops these on loading, too.
     """
-    unknown = [name for name in names if name not in model.shapes]
-    if not unknown:
-        return
-    family = model.family.whole
-    classes = [ModelSpec.of(model.config, other, family) for other in family.classes]
+    unknown, family = [name for name in names if name not in model.shapes], model.family.whole
+    classes = [ModelSpec.of(model.config, name, family) for name in family.classes if unknown]
     known = {name for other in classes for name in other.shapes}
     others = [name for name in unknown if name in known]
     for name in others:

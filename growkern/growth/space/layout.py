@@ -211,8 +211,7 @@ class Layout:
             return tied_output(self.space(str(spec.of)), self.scale(spec))
         # layers that predict a second token read it by norms of their own, with the same eps: its
         # mean square must stay
-        has_readers = self.small.second is not None
-        return self.space(str(spec.of if has_readers else spec.untied), layer)
+        return self.space(str(spec.of if self.small.second else spec.untied), layer)
 
     def scale(self, row: SpaceSpec | Row) -> float:
         """The factor that cancels a model's own factor, a size or its root, which grows.
