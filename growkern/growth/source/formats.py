@@ -155,8 +155,9 @@ def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredT
     from growkern.growth.source.distributed import read_distributed
 
     # experts lie there whole, as in memory
-    names = {t.name: t.stored for t in model.tensors if t.stored is not None}
-    return read_distributed(pieces_in(directory), {n: names.get(n, n) for n in model.shapes})
+    second = {t.name: model.second_files((t.template,), t.layer) for t in model.tensors}
+    names = {t.name: t.stored or (*second[t.name], t.name)[0] for t in model.tensors}
+    return read_distributed(pieces_in(directory), names)
 
 
 def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:

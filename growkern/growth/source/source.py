@@ -276,9 +276,8 @@ def _open_directory(
     format = BARE if needs else format_of(directory, weights=weights)
     if format == BARE and not needs:
         needs = refused.WITHOUT_WEIGHTS.format(directory)
-    if format == BARE:
-        spec = _with_second(spec, None, directory)
-    found_headers = dequantised(format.read(directory, spec), block, str(directory))
+    expected = _with_second(spec, None, directory)
+    found_headers = dequantised(format.read(directory, expected), block, str(directory))
     for part in (keys, *(x for x in keys.values() if isinstance(x, dict))):
         for name in refused.QUANTISATION:
             part.pop(name, None)
@@ -358,28 +357,27 @@ def _read_spec(
 def _with_second(
     model: ModelSpec, headers: Mapping[str, StoredTensor] | None, directory: Path
 ) -> ModelSpec:
-    """The model with the layers that predict a second token, as many as the files, or any, have.
+    """The model with the layers that predict a second token, as many as the files have.
 
-    A tied head would read their norm's output by shares, which changes its mean square.
+    Without the headers of files it has as many as the config says. A tied head
+    would read their norm's output by shares, which changes its mean square.
     """
-    second = model.family.second
+    second, plain = model.family.second, model.in_memory
     if second is None or model.has_tied_head or not model.family.classes[model.class_name].behind:
-        return model
+        return plain
     if headers is None:
-        # a config alone may say how many there are
         count = getattr(model.text, str(second.layers), None) or 0
         return dataclasses.replace(model, second=count * len(second.kinds))
-    known, found, lacking = {own_name(raw) for raw in headers}, model, list[TensorSpec]()
+    known, found, lacking = {own_name(raw) for raw in headers}, plain, list[TensorSpec]()
     while True:
-        more = dataclasses.replace(model, second=found.second + 1)
-        own = [t for t in more.tensors if t.name not in model.shapes]
+        more = dataclasses.replace(plain, second=found.second + 1)
+        own = [t for t in more.tensors if t.name not in plain.shapes]
         stored, lacks = more.stored_names, []
         for t in own:
             names = stored.get(t.name, t.name)
-            parts = [names] if isinstance(names, str) else [*chain.from_iterable(names)]
-            if not known.issuperset(parts) and not known & {
-                *more.second_files((t.template,), t.layer)
-            }:
+            parts = [names] if isinstance(names, str) else chain.from_iterable(names)
+            whole = {t.name, *more.second_files((t.template,), t.layer)}
+            if not known.issuperset(parts) and not known & whole:
                 lacks.append(t)
         if all(t in lacks for t in own if t.layer == more.second_layers[-1]):
             break
@@ -387,7 +385,7 @@ def _with_second(
     # a copy of the embedding or of the head may be missing
     if lost := [t.name for t in lacking if "vocab" not in t.axes]:
         warn(f"{directory}: it lacks {lost[0]}: layers that predict a second token are left out")
-        return model
+        return plain
     return dataclasses.replace(found, lacking=frozenset(t.template for t in lacking))
 
 

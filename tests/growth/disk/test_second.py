@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -19,51 +20,34 @@ from testbed.growths import at_once, grown_by
 from testbed.models import Float64Everywhere, eager, random_model
 from testbed.relatives import RELATIVES
 
-# how a layer begins in files, the norms and matrix before it, and the norm behind it
-BEHIND = "model.layers.{n}."
-NORMS = ("enorm", "hnorm", "eh_proj")
-DEEPSEEK = (BEHIND, *(BEHIND + x for x in (*NORMS, "shared_head.norm")))
-FINAL = (BEHIND, *(BEHIND + x for x in (*NORMS, "final_layernorm")))
-QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-QWEN = ("mtp.layers.{k}.", *(f"mtp.{name}" for name in QWEN))
-MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-MIMO = ("model.mtp_layers.{k}.", *("model.mtp_layers.{k}." + name for name in MIMO))
-ERNIE = ("emb_norm", "hidden_norm", "linear_proj")
+# how a layer begins in files (~), the norms and matrix before it, and the norm behind it
+DEEPSEEK = "model.layers.{n}. ~enorm ~hnorm ~eh_proj ~shared_head.norm"
+QWEN = "mtp.layers.{k}. mtp.pre_fc_norm_embedding mtp.pre_fc_norm_hidden mtp.fc mtp.norm"
 # the head reads the layer itself
-ERNIE = ("model.mtp_block.{k}.", *(f"model.mtp_{name}.{{k}}" for name in ERNIE), None)
-# of two layers, the first has what comes before them, and the last the norm behind them
-NEMOTRON = (
-    "mtp.layers.{k}.",
-    *("mtp.layers.{b}." + x for x in NORMS),
-    "mtp.layers.{e}.final_layernorm",
-)
+ERNIE = ("block.{k}.", "emb_norm.{k}", "hidden_norm.{k}", "linear_proj.{k}")
+ERNIE = " ".join(f"model.mtp_{name}" for name in ERNIE)
+MIMO = "model.mtp_layers.{k}. ~token_layernorm ~hidden_layernorm ~input_proj ~final_layernorm"
+# the experts of these layers are one tensor; all lies in a distributed checkpoint
+FUSED, DISTRIBUTED = "qwen3_5_moe_text", "glm4_moe"
 COUNT = "num_nextn_predict_layers"
-# family -> names, layers of the same kinds, the field that counts them, and how many there are
+# family -> names, layers of the same kinds, and how many tokens are predicted
 CASES = {
-    "deepseek_v3": (DEEPSEEK, [1], COUNT, 2),
-    "deepseek_v32": (DEEPSEEK, [1], COUNT, 1),
-    "ernie4_5_moe": (ERNIE, [0], COUNT, 1),
-    "exaone_moe": (QWEN, [0], COUNT, 1),
-    "glm4_moe": (DEEPSEEK, [1], COUNT, 1),
-    "glm4_moe_lite": (DEEPSEEK, [1], COUNT, 1),
-    "glm_moe_dsa": (DEEPSEEK, [1], COUNT, 1),
-    "hy_v3": (FINAL, [1], COUNT, 1),
-    "kimi_k25": (tuple(f"language_model.{name}" for name in DEEPSEEK), [1], COUNT, 1),
-    "mellum": (QWEN, [1], COUNT, 1),
-    # the files alone say how many
-    "mimo_v2_flash": (
-        tuple(n.replace("model.layers.{n}", "model.mtp.layers.{k}") for n in FINAL),
-        [0],
-        None,
-        3,
-    ),
-    "nemotron_h": (NEMOTRON, [0, 2], COUNT, 2),
-    "qwen2": (MIMO, [0], COUNT, 1),
-    "qwen3_next": (QWEN, [0], COUNT, 1),
-    "qwen3_5": (QWEN, [0], "mtp_num_hidden_layers", 1),
-    "qwen3_5_moe_text": (QWEN, [0], "mtp_num_hidden_layers", 1),
+    **dict.fromkeys(("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), (DEEPSEEK, [1], 1)),
+    **dict.fromkeys(("exaone_moe", "qwen3_next", "qwen3_5", FUSED), (QWEN, [0], 1)),
+    "deepseek_v3": (DEEPSEEK, [1], 2),
+    "ernie4_5_moe": (ERNIE, [0], 1),
+    DISTRIBUTED: (DEEPSEEK, [1], 1),
+    "hy_v3": (DEEPSEEK.replace("shared_head.norm", "final_layernorm"), [1], 1),
+    "kimi_k25": (f"language_model.{DEEPSEEK}", [1], 1),
+    "mellum": (QWEN, [1], 1),
+    "mimo_v2_flash": ("model.mtp.layers.{k}. ~enorm ~hnorm ~eh_proj ~final_layernorm", [0], 3),
+    # the norm is behind the last of two layers
+    "nemotron_h": ("mtp.layers.{k}. ~enorm ~hnorm ~eh_proj ^final_layernorm", [0, 2], 2),
+    "qwen2": (MIMO, [0], 1),
 }
-# norms of a layer that have other names in one that predicts a second token
+# what counts them, if that is not COUNT: for MiMo-V2, the files
+COUNTS = {**dict.fromkeys(("qwen3_5", FUSED), "mtp_num_hidden_layers"), "mimo_v2_flash": None}
+# a norm that has another name in a layer that predicts a second token
 OTHER = {"mimo_v2_flash": ("post_attention_layernorm", "pre_mlp_layernorm")}
 
 
@@ -73,19 +57,17 @@ def renamed(tensors, old, new):
 
 
 def beginning(tensors, layer):
-    return next(
-        m[0]
-        for n in tensors
-        if (m := re.match(rf".*(model|backbone)\.(layers|blocks)\.{layer}\.", n))
-    )
+    pattern = re.compile(rf".*(model|backbone)\.(layers|blocks)\.{layer}\.")
+    return next(filter(None, map(pattern.match, tensors)))[0]
 
 
 def placed(names, first, layers, number):
-    """The names of the layers that predict one token, and of what is beside them."""
-    begins = [number * len(layers) + i for i in range(len(layers))]
-    how = {"n": first + begins[0], "k": begins[0], "b": begins[0], "e": begins[-1]}
-    rest = [name and name.format(**how) for name in names[1:]]
-    return [names[0].format(n=first + k, k=k) for k in begins], *rest
+    """The beginnings of the layers that predict one token, and the names beside them."""
+    begin, *rest = names.split()
+    ks = [number * len(layers) + i for i in range(len(layers))]
+    places = [begin.format(n=first + k, k=k) for k in ks]
+    rest = [x.replace("~", places[0]).replace("^", places[-1]).format(k=ks[0]) for x in rest]
+    return places, *rest, *[None] * (4 - len(rest))
 
 
 def saved(model, directory, names, layers, count):
@@ -96,6 +78,7 @@ def saved(model, directory, names, layers, count):
         other = random_model(type(model).__name__, model.config.to_dict(), seed=2 + number)
         other.save_pretrained(directory)
         own = load_file(directory / "model.safetensors")
+        own = other.state_dict() if text.model_type in (FUSED, DISTRIBUTED) else own
         places, *around, matrix, last = placed(names, text.num_hidden_layers, layers, number)
         for layer, place in zip(layers, places, strict=True):
             moved = renamed(own, beginning(own, layer), place)
@@ -128,7 +111,7 @@ def drafts(directory, names, layers, count):
         return x * size * (tensors[f"{name}.weight"] + rule.plus_one)
 
     ids = torch.randint(3, 46, (1, 9), generator=torch.Generator().manual_seed(0))
-    how_called = {
+    called = {
         "attention_mask": torch.full((1, 1, 9, 9), -torch.inf, dtype=torch.float64).triu(1),
         "position_ids": torch.arange(9)[None],
     }
@@ -140,22 +123,18 @@ def drafts(directory, names, layers, count):
             main.config.save_pretrained(where)
             moved = dict(tensors)
             for layer, place in zip(layers, places, strict=True):
-                moved |= renamed(tensors, place, beginning(tensors, layer))
+                begin = beginning(tensors, layer)
+                moved = {n: x for n, x in moved.items() if not n.startswith(begin)}
+                moved |= renamed(tensors, place, begin)
             save_file(moved, where / "model.safetensors", {"format": "pt"})
             decoder, ids = eager(load(where, **how)).get_decoder(), ids.roll(-1, 1)
             both = norm(before[0], main.get_input_embeddings()(ids)), norm(before[1], hidden)
             x = torch.cat(both, -1) @ tensors[f"{before[2]}.weight"].T
             for layer in layers:
                 if rotary := getattr(decoder, "rotary_emb", None):
-                    kinds = (
-                        text.layer_types[layer : layer + 1]
-                        if hasattr(rotary, "layer_types")
-                        else ()
-                    )
-                    how_called["position_embeddings"] = rotary(
-                        x, how_called["position_ids"], *kinds
-                    )
-                x = decoder.layers[layer](x, **how_called)
+                    kind = text.layer_types[layer:][:1] if hasattr(rotary, "layer_types") else ()
+                    called["position_embeddings"] = rotary(x, called["position_ids"], *kind)
+                x = decoder.layers[layer](x, **called)
                 x = x[0] if isinstance(x, tuple) else x
             hidden = norm(last, x) if last else x
     return [*found, main.lm_head(hidden)]
@@ -163,12 +142,9 @@ def drafts(directory, names, layers, count):
 
 @pytest.mark.parametrize("family", CASES)
 def test_they_grow_exactly_from_files_to_files(family, tmp_path):
-    (names, layers, field, count), (kind, sizes, *_) = (
-        CASES[family],
-        {**FAMILIES, **RELATIVES}[family],
-    )
-    more = {field: count} if field else {}
-    more |= {"mlp_only_layers": []} if "mlp_only_layers" in sizes else {}
+    (names, layers, count), field = CASES[family], COUNTS.get(family, COUNT)
+    kind, sizes, *_ = {**FAMILIES, **RELATIVES}[family]
+    more = ({field: count} if field else {}) | {"mlp_only_layers": []}
     more = {"text_config": sizes["text_config"] | more} if "text_config" in sizes else more
     model = random_model(kind, {**sizes, **more, "tie_word_embeddings": False})
     small, large = tmp_path / "small", tmp_path / "large"
@@ -176,11 +152,16 @@ def test_they_grow_exactly_from_files_to_files(family, tmp_path):
     spec = growkern.plan(small, hidden_size=24).small
     # in a larger vocabulary, other tokens would be compared
     how = {**grown_by(spec, at_once(spec) | {"vocab": 50}), "progress": False}
+    expected, file = drafts(small, names, layers, count), small / "model.safetensors"
+    if family == DISTRIBUTED:
+        second = {n: x for n, x in load_file(file).items() if "layers.2." in n}
+        dcp.save({**model.state_dict(), **second}, checkpoint_id=small, no_dist=True)
+        file.unlink()
     for sizes in ({"hidden_size": 24, "progress": False}, how):
         shutil.rmtree(large, ignore_errors=True)
         plan = growkern.grow_checkpoint(small, large, **sizes).plan
         grown = drafts(large, names, [*map(plan.layer_maps[""].index, layers)], count)
-        for old, new in zip(drafts(small, names, layers, count), grown, strict=True):
+        for old, new in zip(expected, grown, strict=True):
             assert (old - new).abs().max() <= 1e-12 * old.abs().max()
     assert plan.exact and growkern.verify(small, large).ok
     number = count * len(layers)
