@@ -150,8 +150,7 @@ class GrowthCommand(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters of the function, then the growth options, then --help."""
-        own = super().get_params(ctx)
-        return [*self.params, *self.growth.params, *own[len(self.params) :]]
+        return [*self.params, *self.growth.params, *super().get_params(ctx)[len(self.params) :]]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the options, but not the sizes that few families have: a hundred lines."""
@@ -168,8 +167,7 @@ class GrowthCommand(TyperCommand):
         # wrong options are told before PyTorch is imported
         given = {name: value for name, value in ctx.obj.items() if name != "family"}
         options, sizes = GrowthOptions.split_off(given)
-        table = ctx.obj.get("family")
-        refuse_by_config(config_of(ctx.params["source"]), options, sizes, table)
+        refuse_by_config(config_of(ctx.params["source"]), options, sizes, ctx.obj.get("family"))
         return super().invoke(ctx)
 
 

@@ -228,8 +228,7 @@ def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, An
     from growkern.train.model import load_tokenizer
     from growkern.train.objectives import CausalLMCollator, MaskedLMCollator, check_probability
 
-    wanted = ("TEXT", "--temperature", *(["--tokenizer"] if isinstance(source, str) else []))
-    for name in wanted:
+    for name in ("TEXT", "--temperature", *(["--tokenizer"] if isinstance(source, str) else [])):
         if name not in given:
             raise GrowthError(f"give {name}, or a run file: --run FILE")
     length = given.get("--sequence-length", 128)

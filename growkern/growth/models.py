@@ -119,8 +119,7 @@ def materialise(model: Any, device: torch.device | str) -> None:
 def cpu_by_default() -> AbstractContextManager[Any]:
     """Make new tensors of numbers, whatever the default device of the caller is."""
     # a mode of PyTorch slows each of its calls, so enter none where the CPU is the default
-    is_cpu = torch.get_default_device().type == "cpu"
-    return nullcontext() if is_cpu else torch.device("cpu")
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def on_cpu_by_default(function: F) -> F:
@@ -303,8 +302,7 @@ def _with_row(initial: Initial, base: Tensor, row: Tensor, row_initial: Initial)
             "zeros, which is not supported: use method='fpi'"
         )
     index = (row.storage_offset() - base.storage_offset()) // base.stride(0)
-    zero_rows = (*initial.zero_rows, index)
-    return Initial(initial.value, initial.deviation, initial.cutoff, zero_rows)
+    return Initial(initial.value, initial.deviation, initial.cutoff, (*initial.zero_rows, index))
 
 
 def _truncated(

@@ -159,8 +159,7 @@ class GrowthOptions:
             is_copied = self.scheme == "paper" or self.is_baseline
             object.__setattr__(self, "depth", "stack" if is_copied else DEFAULT_DEPTH)
         for name in ("noise", "routing"):
-            unset = getattr(GrowthOptions, name)
-            if getattr(self, name) != unset and self.symmetry != name:
+            if getattr(self, name) != getattr(GrowthOptions, name) and self.symmetry != name:
                 raise GrowthError(
                     f"{name}={getattr(self, name):g} has no effect with "
                     f"symmetry={self.symmetry!r}: give symmetry={name!r} as well"

@@ -84,8 +84,7 @@ def random_inputs(source: Source, seed: int = 0, count: int = 4) -> Tensor:
     """
     rng = torch.Generator().manual_seed(seed)
     if source.spec.input != "tokens":
-        shape = (count, *source.spec.input_shape)
-        return torch.randn(shape, generator=rng, dtype=torch.float64)
+        return torch.randn((count, *source.spec.input_shape), generator=rng, dtype=torch.float64)
     vocabulary = source.spec.size("vocab")
     length = min(32, longest_of(source.spec))
     tokens = torch.randint(vocabulary, (count, length), generator=rng)

@@ -253,8 +253,7 @@ def _tiny_config(spec: ModelSpec) -> Any:
     config, family = copy.deepcopy(spec.config), spec.family
     for key, value in _tiny_sizes(spec).items():
         if key in family.config and family.config[key].field:
-            field = family.config_field(key)
-            above, _, name = field.rpartition(".")
+            above, _, name = family.config_field(key).rpartition(".")
             owner = attrgetter(above[1:])(config) if above[1:] else family.text(config)
             if spec.size(key) != value:
                 # a field without a value stays so
@@ -280,8 +279,7 @@ def _tiny_config(spec: ModelSpec) -> Any:
         # Longformer also takes one number for all layers
         if isinstance(values := getattr(text, name, None), list):
             is_list = name in family.per_layer
-            kept = values[:layers] if is_list else [i for i in values if i < layers]
-            setattr(text, name, kept)
+            setattr(text, name, values[:layers] if is_list else [i for i in values if i < layers])
     if own := text.to_dict().get(BY_LAYER):
         text.per_layer_config = {i: value for i, value in own.items() if int(i) < layers}
     for name in family.conditional("from"):

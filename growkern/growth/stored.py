@@ -277,8 +277,7 @@ def refuse_overflow(name: str, tensor: Tensor) -> None:
 def check_number_of_tensors(model: ModelSpec, count: int, where: str) -> None:
     """Refuse a checkpoint with far more tensors than its model: names are compared one by one."""
     # old files name buffers in every layer, and tensors of other heads
-    most = 4 * len(model.shapes) + 1000
-    if count > most:
+    if count > 4 * len(model.shapes) + 1000:
         raise GrowthError(
             f"{where}: {count} tensors, but {model.class_name} has {len(model.shapes)}; is "
             "config.json that of another model?"

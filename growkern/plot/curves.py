@@ -188,13 +188,12 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
         curve = curve_of(state["log_history"], name or directory.resolve().name)
         last = state.get("global_step", 0), state.get("max_steps", 0)
         settings = _settings_of(directory / RUN_FILE)
-        grown = record(file.with_name(LINEAGE_FILE)).get("options", {})
         curve = replace(
             curve,
             finished=file.parent == directory,
             last=last,
             settings=settings,
-            method=str(grown.get("method", "")),
+            method=str(record(file.with_name(LINEAGE_FILE)).get("options", {}).get("method", "")),
         )
         for step, loss in zip(curve.steps, curve.losses, strict=True):
             if isinstance(loss, float) and not math.isfinite(loss):
@@ -445,11 +444,10 @@ def savings_table(groups: Sequence[Group]) -> Table:
     """A table of what the runs cost and saved, with a row per name."""
     mark = float(np.mean(groups[0].marks))
     of = ("mean " if len(groups[0].curves) > 1 else "") + groups[0].last_loss
-    seeds = max(len(group.curves) for group in groups)
     table = Table(
         title=f'FLOPs to the mark: the {of} of "{groups[0].title}", {mark:.3f}',
         caption="Runs whose ranges overlap may differ by chance."
-        if seeds > 1
+        if max(len(group.curves) for group in groups) > 1
         else "With one seed per run, small differences may be chance.",
     )
     rows = savings_cells(groups)
@@ -516,8 +514,7 @@ def with_small(groups: Sequence[Group]) -> list[Group]:
         return [*groups]
     is_paired = len(first.marks) == len(sources)
     marks = first.marks if is_paired else (float(np.mean(first.marks)),) * len(sources)
-    small = Group("small model, never grown", sources, marks, is_compared=False)
-    return [first, small, *others]
+    return [first, Group("small model, never grown", sources, marks, is_compared=False), *others]
 
 
 def best_never_grown(groups: Sequence[Group]) -> float | None:
@@ -574,8 +571,7 @@ def _rows(groups: Sequence[Group]) -> list[tuple[Group, list[list[float]]]]:
         saved = zip(*of_seeds, strict=True) if of_seeds else [()] * len(QUESTIONS)
         known = [[share for share in column if share is not None] for column in saved]
         # as long as its bar in the picture
-        totals = [group.before + cost for cost in costs]
-        rows.append((group, [starts, totals, *known]))
+        rows.append((group, [starts, [group.before + cost for cost in costs], *known]))
     return rows
 
 

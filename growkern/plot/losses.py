@@ -142,8 +142,7 @@ def draw(
     teacher = ", teacher included" if any(curve.taught for curve in drawn) else ""
     bars.set_xlabel(f"training FLOPs{scale}{teacher}{start}", fontsize=TEXT)
     for number, name in enumerate(shown):
-        place = grid[1 + below + number // IN_A_ROW, number % IN_A_ROW]
-        panel = figure.add_subplot(place)
+        panel = figure.add_subplot(grid[1 + below + number // IN_A_ROW, number % IN_A_ROW])
         _draw_measured(panel, name, groups, unit)
         panel.set_xlim(axes.get_xlim())
         panel.set_xlabel(f"FLOPs{scale}", fontsize=SMALL - 1.5)

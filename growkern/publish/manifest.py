@@ -50,8 +50,7 @@ def write_manifest(
     for path in beside:
         files[path.name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
     record = {"format": FORMAT, "growkern": version(), "algorithm": ALGORITHM, "files": files}
-    text = json.dumps(record, indent=1) + "\n"
-    (directory / MANIFEST).write_text(text, encoding="utf-8")
+    (directory / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -114,8 +113,7 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
         weights: patterns of names that a loader may read as weights. Such a file must be recorded.
     """
     checkpoints = sorted(path for path in directory.glob("checkpoint-*") if path.is_dir())
-    has_own = (directory / MANIFEST).exists()
-    if not has_own and not checkpoints:
+    if not (directory / MANIFEST).exists() and not checkpoints:
         raise GrowthError(
             f"{directory}: no checksums were recorded: it has no checksums.json, which a growth "
             f"writes, and no {MANIFEST}, which every other command writes; save_pretrained of a "

@@ -54,8 +54,7 @@ def delete_leftovers(target: Path, kind: str, may_replace: Callable[[Path], bool
 
     Unfinished new contents are kept for a resume.
     """
-    left = workplace_of(target, kind), lock_file_of(target)
-    if any(map(os.path.lexists, left)):
+    if any(map(os.path.lexists, (workplace_of(target, kind), lock_file_of(target)))):
         place = Workplace(target, kind, may_replace)
         place.close(keep=os.path.lexists(place.new))
 

@@ -97,8 +97,7 @@ class SpanCounts(NamedTuple):
 def span_counts(tokens: int, share: float, mean_span: float) -> SpanCounts:
     """The numbers of tokens and spans that are taken out of a row of 2 tokens or more."""
     noise = min(max(round(tokens * share), 1), tokens - 1)
-    spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
-    return SpanCounts(noise, spans)
+    return SpanCounts(noise, min(max(round(noise / mean_span), 1), noise, tokens - noise))
 
 
 def input_length(tokens: int, share: float, mean_span: float) -> int:

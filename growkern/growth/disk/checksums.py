@@ -84,8 +84,7 @@ def write_checksums(
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
     }
-    text = json.dumps(record, indent=1) + "\n"
-    (directory / CHECKSUMS_FILE).write_text(text, encoding="utf-8")
+    (directory / CHECKSUMS_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def checksum_file(directory: Path, name: str) -> str:

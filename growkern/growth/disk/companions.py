@@ -170,8 +170,7 @@ def complete_config(
             result[key] = part.get(key)
     planned = planned or load_config(directory)
     # as transformers writes it
-    text = json.dumps(result, indent=2, sort_keys=True) + "\n"
-    file.write_text(text, encoding="utf-8")
+    file.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     refuse_misread(file, family, planned, load_config(directory), small)
 
 
@@ -212,8 +211,7 @@ def _with_older(
     result = dict(config)
     beside = {key.of.rpartition(".")[2] for key in family.older if key.form == "value"}
     for key in family.older:
-        now = result.pop(key.field, None)
-        value = key.value(config, now, beside)
+        value = key.value(config, result.pop(key.field, None), beside)
         stays = not key.is_pattern and value == key.value(before, None, beside)
         # a value may contradict the new form, which counts where both stand
         if key.field in given and stays and (key.form != "value" or given[key.field] == value):

@@ -188,8 +188,7 @@ def _head(file: str, kinds: Mapping[str, Kind]) -> tuple[bytes, list[int]]:
     ends = [0]
     for name, (shape, dtype) in kinds.items():
         ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
-        place = {"shape": shape, "data_offsets": ends[-2:]}
-        entries[name] = {"dtype": codes[dtype], **place}
+        entries[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": ends[-2:]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, ends

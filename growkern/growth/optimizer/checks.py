@@ -132,8 +132,7 @@ def _is_coupled(group: Mapping[str, Any]) -> bool:
     if "decoupled_weight_decay" in group:
         return not group["decoupled_weight_decay"]
     # PyTorch before 2.7 wrote no such key, but its AdamW had "foreach" before "maximize"
-    keys = [key for key in group if key in ("maximize", "foreach")]
-    return keys == ["maximize", "foreach"]
+    return [key for key in group if key in ("maximize", "foreach")] == ["maximize", "foreach"]
 
 
 def _refuse_rectified(what: str, group: Mapping[str, Any]) -> None:

@@ -172,8 +172,7 @@ def _norm(weights: Mapping[Tensor, _Weights]) -> Tensor:
             local.append(_weighted_squares(gradient, weight))
     for (mesh, is_sharded), squares in sharded.items():
         placements = [Partial() if x else Replicate() for x in is_sharded]
-        total = DTensor.from_local(_sum(squares), mesh, placements)
-        local.append(total.full_tensor())
+        local.append(DTensor.from_local(_sum(squares), mesh, placements).full_tensor())
     return _sum(local).sqrt()
 
 

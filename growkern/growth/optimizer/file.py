@@ -184,8 +184,7 @@ class _Pickler(pickle.Pickler):
         self.tensors.append(x)
         stride = torch.empty(x.shape, device="meta").stride()
         hooks: OrderedDict[str, Any] = OrderedDict()
-        rebuild = torch._utils._rebuild_tensor_v2
-        return rebuild, (storage, 0, tuple(x.shape), stride, False, hooks)
+        return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(x.shape), stride, False, hooks)
 
     def persistent_id(self, x: Any) -> Any:
         if not isinstance(x, _Storage):
@@ -275,8 +274,7 @@ class OptimizerStream:
 
     def _lay_out(self, state: State, task: Task, key: str, is_zero: bool) -> Tensor:
         """A meta tensor in place of a grown moment; `_pieces` builds its values later."""
-        dtype = source_entry(task, state)[key].dtype
-        moment = torch.empty(task.shape, dtype=dtype, device="meta")
+        moment = torch.empty(task.shape, dtype=source_entry(task, state)[key].dtype, device="meta")
         self._placeholders[id(moment)] = task, key, is_zero
         return moment
 

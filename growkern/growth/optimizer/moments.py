@@ -135,8 +135,7 @@ def warn_of_unknown_growth(plan: GrowthPlan) -> None:
     """Warn if the factors lack those of a growth before this one."""
     if unknown := unknown_growth(plan):
         # at this line, so that two optimizers of one model say it once
-        line = f"{unknown}; if it stays unknown, train with AdamW"
-        warn(line)
+        warn(f"{unknown}; if it stays unknown, train with AdamW")
 
 
 def entry_factors(
@@ -146,8 +145,7 @@ def entry_factors(
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
     kind = kind_of(plan, task)
     if (maps := kind.rates()) is None:
-        ones = [torch.ones(size, dtype=torch.float64) for size in task.shape]
-        usual = _spread(ones)
+        usual = _spread([torch.ones(size, dtype=torch.float64) for size in task.shape])
         none = tuple(x == 0 for x in usual)
         return EntryFactors(usual, usual, none, muon=dict.fromkeys(MUON_RULES, 1.0))
     # with AKI, entries of the next layer are counted behind those of the layer
@@ -170,11 +168,10 @@ def entry_factors(
         for dim, m in enumerate(kind.gradients())
     ]
     is_old = is_first_copy(plan, task) and not kind.is_new
-    old = [old_entries(plan, task, *axis) & is_old for axis in axes]
     return EntryFactors(
         _spread([*map(_filled, lr)]),
         _spread([*map(_filled, eps)]),
-        _spread(old),
+        _spread([old_entries(plan, task, *axis) & is_old for axis in axes]),
         centre,
         _muon_factors(plan, task, before[0].muon if before else {}),
     )
@@ -211,8 +208,7 @@ def _muon_factors(plan: GrowthPlan, task: Task, earlier: Mapping[str, float]) ->
 
 def has_matrices(plan: GrowthPlan, task: Task) -> bool:
     """True for a matrix, and for the stacked matrices of experts."""
-    is_stack = len(task.shape) == 3 and plan.small.is_of_experts(task.tensor)
-    return len(task.shape) == 2 or is_stack
+    return len(task.shape) == 2 or (len(task.shape) == 3 and plan.small.is_of_experts(task.tensor))
 
 
 def _filled(scale: Tensor) -> Tensor:

@@ -78,8 +78,7 @@ def grow_optimizer(
     def build(state: State, task: Task, key: str, is_zero: bool) -> Tensor:
         if is_zero:
             return torch.zeros(task.shape, dtype=source_entry(task, state)[key].dtype)
-        read = reader_of(state, key)
-        return grow_moment(plan, task, read, key=key, moments=moments)
+        return grow_moment(plan, task, reader_of(state, key), key=key, moments=moments)
 
     return grown_state(plan, state_dict, moments, build)
 

@@ -92,8 +92,7 @@ def _call(module: nn.Module, inputs: Any) -> Any:
     def as_double(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        dtype = torch.float64 if x.is_floating_point() else x.dtype
-        return x.to(device, dtype, copy=True)
+        return x.to(device, torch.float64 if x.is_floating_point() else x.dtype, copy=True)
 
     inputs = pytree.tree_map(as_double, inputs)
     devices = [device] if device.type == "cuda" else []

@@ -167,8 +167,7 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         noise = torch.zeros(space.target, dtype=torch.float64) if noise is None else noise
         is_computed = index >= space.source
         extra = int(is_computed.sum())
-        copied = index + offset + total * from_next
-        index = torch.where(is_computed, index - space.source, copied)
+        index = torch.where(is_computed, index - space.source, index + offset + total * from_next)
         if is_routed:
             # entries of two layers share one index: they are no copies of each other
             copies.append(

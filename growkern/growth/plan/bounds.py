@@ -87,8 +87,7 @@ def turns_further(plan: Blueprint) -> bool:
     """True if rotary pairs of the target turn as fast as the source's but for float32 rounding."""
     small, large = plan.small, plan.large
     is_rotary = small.family.attention.positions == "rotary"
-    heads = small.family.query_heads
-    is_same = all(small.head_dim(name) == large.head_dim(name) for name in heads)
+    is_same = all(small.head_dim(name) == large.head_dim(name) for name in small.family.query_heads)
     return is_rotary and not is_same and pair_step(*plan.layout.turning) is None
 
 
@@ -100,8 +99,7 @@ def _disturbances(plan: Blueprint) -> Iterator[tuple[str, Disturb]]:
     weights = [task for task in plan.tasks if task.tensor.norm and not task.tensor.is_bias]
     # with norms in front of blocks the plan says "changed"
     if plan.layout.is_carried and plan.small.family.norm.placement == "post":
-        carrying = {task.source for task in weights if task.tensor.row.extra == "carry"}
-        for source in carrying:
+        for source in {task.source for task in weights if task.tensor.row.extra == "carry"}:
             yield source.rpartition(".")[0], partial(_carry, shift, variance)
     chained = [task for task in weights if task.identity in ("unit", "affine")]
     for task in chained:

@@ -152,8 +152,7 @@ def _asked(what: str, why: str) -> Finding:
 
 def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Say how far all changes together move the outputs where a choice of experts is new."""
-    spaces = plan.small.family.mixtures
-    ways = {way_of_experts(s, plan.small, plan.large.size) for s in spaces}
+    ways = {way_of_experts(s, plan.small, plan.large.size) for s in plan.small.family.mixtures}
     is_new = not ways.isdisjoint(("ffn", "split"))
     if not (is_new and any(finding.level == "changed" for finding in result)):
         return result
@@ -407,8 +406,7 @@ def _advanced(plan: Blueprint) -> Iterator[Finding]:
     if plan.options.method != "aki":
         return
     if not any(task.upper for task in plan.tasks):
-        why = "a single layer has no next layer to take from: same as fpi"
-        yield Finding("exact", "aki", why)
+        yield Finding("exact", "aki", "a single layer has no next layer to take from: same as fpi")
     elif plan.options.aki == "eq16":
         yield _asked("aki", "the new output rows of every matrix come from the next layer")
     elif kinds := advanced_kinds(plan):

@@ -306,12 +306,11 @@ def plan(
     place = located(source, revision, weights=False)
     if isinstance(place, Path) and place.name == CONFIG_NAME and place.is_file():
         place = place.parent
-    own = None if family is None else read_family(family)
     opened = open_source(
         place,
         allow_nonfinite=allow_nonfinite,
         weights=False,
-        family=own,
+        family=None if family is None else read_family(family),
         dequantize=options.dequantize,
         second=True,
     )

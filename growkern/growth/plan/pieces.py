@@ -85,8 +85,7 @@ def part_bytes(plan: Blueprint, ranks: int) -> int:
     piece = PIECE_BYTES // plan.dtype.itemsize
 
     def numbers(task: Task) -> int:
-        row = math.prod(task.shape[1:])
-        return min(-(-math.prod(task.shape) // ranks), max(piece, row))
+        return min(-(-math.prod(task.shape) // ranks), max(piece, math.prod(task.shape[1:])))
 
     def whole(task: Task) -> int:
         # the mean and the deviation of an expert that is cut
@@ -117,12 +116,11 @@ def _mapped_bytes(plan: Blueprint, task: Task, numbers: int) -> int:
         stored = [plan.source.headers[n] for n in part.names if n in plan.source.headers]
         return sum(header.nbytes for header in stored) // max(1, part.experts)
     names = [n for n in (task.source, task.upper) if n is not None]
-    headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
     # every target row is gathered from one source row, so no more is mapped than is built; what
     # stands for quantised weights is made in memory, from half as many bytes
     return sum(
         min(header.nbytes, numbers * header.dtype.itemsize) * (1 if header.is_mapped else 2)
-        for header in headers
+        for header in [plan.source.headers[n] for n in names if n in plan.source.headers]
     )
 
 

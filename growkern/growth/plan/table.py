@@ -121,12 +121,11 @@ def _growing(numbers: Mapping[str, Any], verbose: bool) -> list[Text]:
 def _training(numbers: Mapping[str, Any]) -> Table:
     table = _table("", "", "", header=False)
     of = numbers["training_bytes_per_rank"]
-    state = sum(of.values()) - of["teacher"]
     for words, size in (
         ("weights", of["weights"]),
         ("gradients", of["gradients"]),
         ("moments of AdamW", of["optimizer"]),
-        ("together", state),
+        ("together", sum(of.values()) - of["teacher"]),
         ("the small model, if it teaches", of["teacher"]),
         ("activations per token of a batch, at least", numbers["activation_bytes_per_token"]),
     ):

@@ -389,8 +389,7 @@ def _flat(config: dict[str, Any], under: str | None) -> dict[str, Any]:
 def _is_head_dim(small: ModelSpec, target: Any) -> bool:
     """True if source and target divide scores by the root of their head_dim, by a config field."""
     field = str(small.family.attention.field)
-    both = (small, small.with_config(target))
-    return all(getattr(m.text, field) == m.head_dim() for m in both)
+    return all(getattr(m.text, field) == m.head_dim() for m in (small, small.with_config(target)))
 
 
 def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> None:

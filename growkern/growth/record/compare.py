@@ -99,8 +99,7 @@ def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
         left_out.add("exact")
     result = []
     for key in now.keys() - left_out:
-        is_config = key.endswith("_config")
-        where = next(_differences(data.get(key), now[key], is_config), None)
+        where = next(_differences(data.get(key), now[key], key.endswith("_config")), None)
         if where is not None:
             result.append(f"{lineage.file}: {key}{where}")
     return sorted(result)
@@ -195,8 +194,7 @@ def _copies_of(plan: GrowthPlan, task: Task, origin: Origin) -> Tensor:
     for axis, old, new in zip(origin.axes, origin.source_shape, origin.shape, strict=True):
         result = result[..., None] & _gathered(plan, task, axis, old, new)
     for dim, drawn in enumerate(kind_of(plan, task).drawn()):
-        across = (-1, *(1 for _ in origin.shape[dim + 1 :]))
-        result = result & ~drawn.view(across)
+        result = result & ~drawn.view((-1, *(1 for _ in origin.shape[dim + 1 :])))
     return result
 
 
@@ -458,8 +456,7 @@ def _least_output(plan: GrowthPlan, source: Any) -> float:
     """
     if not has_errors(plan):
         return 0.0
-    texts = random_inputs(plan.source, SEED, FEW_TEXTS)
-    return _outputs(source, texts).abs().max().item()
+    return _outputs(source, random_inputs(plan.source, SEED, FEW_TEXTS)).abs().max().item()
 
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:

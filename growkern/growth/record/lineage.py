@@ -87,8 +87,7 @@ class Origin:
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
         defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        own = asdict(self)
-        return {k: v for k, v in own.items() if k not in defaults or v != defaults[k]}
+        return {k: v for k, v in asdict(self).items() if k not in defaults or v != defaults[k]}
 
 
 def origin_of(plan: GrowthPlan, task: Task) -> Origin:
@@ -145,8 +144,7 @@ def index_text(index: Tensor) -> str:
     """The text of an index vector, (n,) int64, with values >= 0."""
     # value - position is constant within a run
     starts, counts = _runs(index - torch.arange(len(index)))
-    firsts = index[starts].tolist()
-    runs = zip(firsts, counts, strict=True)
+    runs = zip(index[starts].tolist(), counts, strict=True)
     return " ".join(f"{a}-{a + n - 1}" if n > 1 else str(a) for a, n in runs)
 
 
@@ -205,11 +203,10 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
         return result
     for name in sorted(source.files):
         file = Path(name)
-        header = source.format.read_header(file)
         result[file.name] = {
             "size": file.stat().st_size,
             "modified": file.stat().st_mtime_ns,
-            "header": hashlib.sha256(header).hexdigest(),
+            "header": hashlib.sha256(source.format.read_header(file)).hexdigest(),
         }
     return result
 
@@ -370,8 +367,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             checked_config(file, data[DENSE], tensors) if DENSE in data else None,
         )
     except GrowthError as error:
-        why = str(error).removeprefix(f"{file}: ")
-        raise _no_record(file, why) from error
+        raise _no_record(file, str(error).removeprefix(f"{file}: ")) from error
     except MALFORMED as error:
         raise _no_record(file, reason(error)[:200]) from error
 
@@ -447,8 +443,7 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     plan = getattr(model, "growth_plan", None)
     if plan is not None:
         return plan
-    wanted = "a model, or the path of its directory"
-    check_kind("model", model, (str, Path, nn.Module), wanted)
+    check_kind("model", model, (str, Path, nn.Module), "a model, or the path of its directory")
     is_path = isinstance(model, str | Path)
     directory = config_directory(Path(model)) if is_path else history.directory_of(model)
     if directory is not None and has_record(directory):

@@ -134,8 +134,7 @@ def _generation_differences(source: Source, grown: Source) -> str:
 
     With other settings a model chooses other tokens from the same logits.
     """
-    cls = getattr(transformers, source.class_name)
-    if source.generation is None or not cls.can_generate():
+    if source.generation is None or not getattr(transformers, source.class_name).can_generate():
         return ""
     old, new = _token_settings(source.generation), _token_settings(grown.generation)
     differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]

@@ -155,8 +155,7 @@ def verify(
     source = located(source, revision)
     opened_grown = _opened(grown, own_family_of(lineage))
     family = opened_grown.spec.family.whole
-    own_family = family if family.table is not None else None
-    opened = _opened(source, own_family, opened_grown)
+    opened = _opened(source, family if family.table is not None else None, opened_grown)
     wrong, notes, other = [], [], ""
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)

@@ -378,8 +378,7 @@ def refuse_misread(
     found = dict(_differences(_plain(planned), _plain(read), free))
     if found and source is not None:
         # T5 reads every head as tied, and loads one of its own all the same
-        again = type(source)(**source.to_dict())
-        for field, _ in _differences(_plain(source), _plain(again)):
+        for field, _ in _differences(_plain(source), _plain(type(source)(**source.to_dict()))):
             found.pop(field, None)
     for field, values in found.items():
         was, became = (reprlib.repr(value) for value in values)

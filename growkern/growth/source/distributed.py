@@ -133,8 +133,7 @@ def wrong_pieces(size: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> 
     if the steps at their corners cancel, up to those at the corners of the tensor. So the work
     grows with the number of pieces, not with its square.
     """
-    whole = np.array(size, np.int64)
-    if (stops > whole).any():
+    if (stops > np.array(size, np.int64)).any():
         return f"a piece ends beyond it, at {tuple(stops.max(0).tolist())}"
     if 0 in size:
         return None

@@ -198,8 +198,7 @@ def shard_names(directory: Path) -> list[str]:
     Where there is a single file of weights, transformers does not look at the index. Nor does
     growth.
     """
-    index = directory / INDEX_FILE
-    if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
+    if (directory / WEIGHTS_FILE).is_file() or not (directory / INDEX_FILE).is_file():
         return [WEIGHTS_FILE]
     return sorted(set(_read_index(directory).values()))
 

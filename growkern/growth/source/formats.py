@@ -403,10 +403,9 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     if not is_single:
         with reaching(model):
             is_single = HfApi().file_exists(model.id, files.WEIGHTS_FILE, revision=model.commit)
-    headers = files.read_headers(directory, read_shard, is_single)
     return {
         name: RemoteTensor(**dataclasses.asdict(header), model=model)
-        for name, header in headers.items()
+        for name, header in files.read_headers(directory, read_shard, is_single).items()
     }
 
 

@@ -81,8 +81,7 @@ def check_live(model: Any, spec: ModelSpec) -> tuple[str, ...]:
     # of a wrapper and the module inside, which come in this order, the module counts
     modules = {own_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
     for name, built in fresh.named_modules():
-        live = modules.get(name, _value_of(model, name))
-        for what, value, expected in _differences(live, built):
+        for what, value, expected in _differences(modules.get(name, _value_of(model, name)), built):
             raise GrowthError(
                 f"{name or spec.class_name}: {what} is {value}, but a model of this config has "
                 f"{expected}: undo the change of the config or of the model, or save the model "

@@ -173,8 +173,7 @@ def read_piece(
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             # all checksums are 0 after torch.serialization.set_crc32_options(False)
-            is_checked = any(record.CRC for record in archive.infolist())
-            if is_checked and (name := archive.testzip()):
+            if any(record.CRC for record in archive.infolist()) and (name := archive.testzip()):
                 raise ValueError(f"{name} is damaged, as its checksum differs")
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except UNREADABLE as error:

@@ -255,9 +255,8 @@ def _open_model(model: Any, family: Family | None) -> Source:
                 f"{name} has dtype {tensor.dtype}, as in a quantised model: "
                 f"{refused.quantised_advice()} ({HANDLED})"
             )
-    dtypes = {name: t.dtype for name, t in own.items()}
     return Source(
-        *(spec, dtypes, partial(_read_live, own)),
+        *(spec, {name: t.dtype for name, t in own.items()}, partial(_read_live, own)),
         device=next(iter(own.values())).device,
         generation=getattr(model, "generation_config", None),
         history=history_of(model),
@@ -398,8 +397,7 @@ def _with_towers(
     own = {n: shape for n, shape in model.tower.items() if model.is_as_stored(n)}
     found = {}
     for raw, header in headers.items():
-        names = spellings(model, own_name(raw))
-        if name := next(filter(model.is_as_stored, names), None):
+        if name := next(filter(model.is_as_stored, spellings(model, own_name(raw))), None):
             found[name] = header.shape
     counts = [sum(map(math.prod, shapes.values())) for shapes in (found, own)]
     if counts[0] != counts[1]:

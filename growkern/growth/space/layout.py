@@ -198,8 +198,7 @@ class Layout:
 
     def _normed(self, spec: SpaceSpec, _layer: Layer) -> Space:
         stream = self.space(str(spec.of))
-        split = self._split(spec.name, None, stream.read_index, ~stream.is_extra)
-        return normed(stream, split)
+        return normed(stream, self._split(spec.name, None, stream.read_index, ~stream.is_extra))
 
     def is_dual(self, name: str) -> bool:
         """True if a tied head reads this space, so that shares are written there, not copies."""
@@ -244,8 +243,7 @@ class Layout:
                 return q_map if heads == "q_heads" else kv_map
             # every query head has its own key head, so both follow one map
             heads = "q_heads"
-        spec = SpaceSpec("heads", "heads", heads=heads)
-        return self._index(spec, layer, *self.sizes(heads))
+        return self._index(SpaceSpec("heads", "heads", heads=heads), layer, *self.sizes(heads))
 
     def _heads(self, spec: SpaceSpec, layer: Layer) -> Space:
         heads = str(spec.heads)
@@ -355,8 +353,7 @@ class Layout:
         if size not in self.untrained_sizes:
             return torch.zeros(len(index), dtype=torch.bool)
         heads = self.head_map("q_heads", layer) if size == "kv_heads" else index
-        is_copy = rank_in_group(heads) > 0
-        return is_copy.view(len(index), -1).all(1)
+        return (rank_in_group(heads) > 0).view(len(index), -1).all(1)
 
     def untrained_units(self, name: str) -> Tensor:
         """Entries of a space that belong to heads or units that begin untrained, (target,) bool."""

@@ -103,8 +103,7 @@ class Space:
 
     def scale(self, role: str) -> Tensor:
         """The scale of every entry on an axis that writes or reads it, or is its factor."""
-        kinds = {"write": self.write, "read": self.read, "factor": torch.ones_like(self.write)}
-        return kinds[role]
+        return {"write": self.write, "read": self.read, "factor": torch.ones_like(self.write)}[role]
 
     @property
     def is_extra(self) -> Tensor:
@@ -331,8 +330,7 @@ def with_carry_units(units: Space) -> Space:
     place = torch.tensor([0, 0, 1, 1])
     coefficient = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     # past the source's units
-    carry = Space(0, place, coefficient, place, coefficient)
-    return direct_sum([units, carry])
+    return direct_sum([units, Space(0, place, coefficient, place, coefficient)])
 
 
 def signed_split(index: Tensor, rng: torch.Generator, where: Tensor | None = None) -> Tensor:

@@ -286,8 +286,7 @@ def class_that_became(config: Any, mixture: ModelSpec) -> str:
 def _class_like(family: Family, model: ModelSpec) -> str | None:
     """The class of a family with the same heads and prefix as a model's, if it has one."""
     own, classes = model.family.classes[model.class_name], family.classes.items()
-    same = (n for n, c in classes if (c.heads, c.prefix) == (own.heads, own.prefix))
-    return next(same, None)
+    return next((n for n, c in classes if (c.heads, c.prefix) == (own.heads, own.prefix)), None)
 
 
 def _sibling(small: ModelSpec, options: GrowthOptions) -> Family:

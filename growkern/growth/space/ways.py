@@ -245,8 +245,7 @@ class Identity(Way):
 
     def inserted(self, layers: Sequence[int], *, ahead: bool) -> set[int]:
         numbers = range(len(layers)) if ahead else reversed(range(len(layers)))
-        own = {layers[i]: i for i in numbers}
-        return {*range(len(layers))} - {*own.values()}
+        return {*range(len(layers))} - {*{layers[i]: i for i in numbers}.values()}
 
 
 class RandomLayers(Identity):
@@ -345,8 +344,7 @@ def whole_depths(small: ModelSpec, key: str, new: int, period: int) -> str:
 
 def _period_of_kinds(small: ModelSpec) -> int:
     """After how many layers kinds repeat that the config gives by a number."""
-    conditions = chain.from_iterable(small.family.kinds.values())
-    fields = (condition_of(text)[1:3] for text in conditions)
+    fields = (condition_of(text)[1:3] for text in chain.from_iterable(small.family.kinds.values()))
     # a period of 0 means no layer
     return math.lcm(*(getattr(small.text, name) or 1 for word, name in fields if word == "every"))
 
@@ -408,8 +406,7 @@ def repetition_of(small: ModelSpec) -> tuple[int, Callable[[Sequence[str]], bool
         kinds = config.get(name)
         # one value for all layers is no pattern
         kinds = kinds if isinstance(kinds, list) else ()
-        shifts = range(1, len(kinds))
-        period = next((n for n in shifts if kinds[n:] == kinds[:-n]), len(kinds))
+        period = next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n]), len(kinds))
         # no runtime takes a list for a pattern that does not come twice, unless it knows the family
         if 0 < period <= len(kinds) // 2 or (kinds and family.runtimes.get("layers")):
             return period, partial(_repeats, pattern=kinds, period=period)

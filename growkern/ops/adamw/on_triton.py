@@ -77,12 +77,10 @@ def adamw_step_on_triton(part: StatePart, factors: Factors, ratio: float, rule: 
     """As `adamw_step`."""
     M, N = part.sizes()
     vectors = tuple(factors.matrix.values())
-    block = min(BLOCK_N, next_power_of_2(N))
-    choice = {"BLOCK_M": BLOCK_M, "BLOCK_N": block, "num_warps": 4}
-    programs = -(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"])
+    choice = {"BLOCK_M": BLOCK_M, "BLOCK_N": min(BLOCK_N, next_power_of_2(N)), "num_warps": 4}
     launch(
         adamw_kernel,
-        programs,
+        -(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"]),
         part.value,
         tuple(part),
         vectors[:ROW_VECTORS],

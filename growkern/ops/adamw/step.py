@@ -66,8 +66,7 @@ def _supported(part: StatePart) -> tuple[str, ...]:
 
 def step_in_blocks(part: StatePart, factors: Factors, ratio: float, rule: UpdateRule) -> None:
     """The reference, a block of rows at a time: temporary tensors stay small and in the caches."""
-    on_cpu = part.value.device.type == "cpu"
-    size = ELEMENTS_ON_CPU if on_cpu else ELEMENTS_ON_GPU
+    size = ELEMENTS_ON_CPU if part.value.device.type == "cpu" else ELEMENTS_ON_GPU
     rows = len(part.value)
     each = max(1, size * rows // part.value.numel())
     for start in range(0, rows, each):

@@ -287,8 +287,7 @@ def _check_out(call: ExpandCall, shape: tuple[int, ...], device: torch.device) -
         raise GrowthError(f"out is on {out.device}, but the weight is on {call.weight.device}")
     if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
         raise GrowthError(f"out has strides {out.stride()}: it needs memory for every element")
-    tensors = [x for x in (out, call.weight, call.upper) if x is not None]
-    if any(map(_is_followed, tensors)):
+    if any(map(_is_followed, [x for x in (out, call.weight, call.upper) if x is not None])):
         raise GrowthError("out= has no gradient: leave out= away, or use torch.no_grad()")
 
 

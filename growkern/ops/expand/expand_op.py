@@ -109,8 +109,7 @@ def expand_reference(call: ExpandCall) -> Tensor:
     x_MN = _gathered(weight_RC, call)
     if upper_RC is not None:
         rows_M, cols_N = (_index(call.rows, R, x_MN.device), _index(call.cols, C, x_MN.device))
-        in_upper_MN = (rows_M >= R)[:, None] | (cols_N >= C)
-        x_MN = torch.where(in_upper_MN, _gathered(upper_RC, call), x_MN)
+        x_MN = torch.where((rows_M >= R)[:, None] | (cols_N >= C), _gathered(upper_RC, call), x_MN)
     x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(call.wider)), call)
     if call.routing is not None:
         x_MN = routed(x_MN, call)

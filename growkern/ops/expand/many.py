@@ -245,8 +245,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     first = calls[0]
     acc, tl_acc = acc_dtype(first.wider)
     device = first.out.device
-    widest = max(call.out.shape[1] for call in calls)
-    choice = block_of(widest)
+    choice = block_of(max(call.out.shape[1] for call in calls))
     longest = max(max(*call.out.shape) for call in calls)
     # stand for every map and scale that is None
     index, factors = _Packed(torch.int64, torch.arange(longest)), _Packed(acc, torch.ones(longest))
@@ -269,14 +268,13 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     call_of_block = torch.arange(len(calls), dtype=torch.int32)
     repeats = torch.tensor(counts)
     call_of_block = call_of_block.repeat_interleave(repeats, output_size=n_blocks).to(device)
-    like = (first.out, first.weight, vectors[0], vectors[1], call_of_block)
     launch(
         expand_many_kernel,
         n_blocks,
         first.out,
         table.to(device),
         call_of_block,
-        like,
+        (first.out, first.weight, vectors[0], vectors[1], call_of_block),
         UPPER=kind.has_upper,
         NOISE=kind.noise_kind,
         LARGER=kind.larger,
@@ -364,8 +362,7 @@ class OneByOne(Work):
             # the weight stays: a backend may read it from the host
             weight, *rest = call.inputs
             moved = [x.to(call.out.device) if isinstance(x, Tensor) else x for x in rest]
-            here = ExpandCall.of_inputs(call.out, (weight, *moved))
-            expand_call(here, None, self.backend)
+            expand_call(ExpandCall.of_inputs(call.out, (weight, *moved)), None, self.backend)
 
 
 class WorkList(Work):

@@ -122,8 +122,7 @@ def kl_mlm_rows_reference(
     for teacher_NV in teachers_NV:
         u_NV = _capped(live(teacher_NV, kl_N), maths.teacher_softcap)
         log_p_NV = (u_NV / maths.temperature).log_softmax(-1)
-        value_N = divergence_reference(log_p_NV, log_qT_NV, maths)
-        divergences.append(torch.where(kl_N, value_N, 0))
+        divergences.append(torch.where(kl_N, divergence_reference(log_p_NV, log_qT_NV, maths), 0))
         agreements.append(((u_NV.argmax(-1) == z_NV.argmax(-1)) & kl_N).to(z_NV.dtype))
     entropy_N = torch.special.entr(log_q_NV.detach().exp()).sum(-1)
     entropy_N = torch.where(kind_N > 0, entropy_N, 0)
@@ -240,8 +239,7 @@ def kl_mlm_loss(
     _check_logits(student_logits, teachers)
     shard = shard_of_call(call)
     chosen = backend_of(call.backend, student_logits.device, shard)
-    widths = [t.shape[-1] for t in teachers]
-    columns = check_columns(call, student_logits.shape[-1], widths, shard)
+    columns = check_columns(call, student_logits.shape[-1], [t.shape[-1] for t in teachers], shard)
 
     def loss_of(
         options: Options, vocab: int, shard: Shard
@@ -273,8 +271,7 @@ def _reference_of_all(
         z_NV = student_logits_of(z_NV, inputs.weights[:, rows], maths)
         return kl_mlm_rows_reference(z_NV, u_NV, inputs.labels[rows], inputs.kinds[rows], maths)
 
-    N = len(inputs.labels)
-    return in_row_blocks(terms_of, N, vocab).to(inputs.weights.dtype)
+    return in_row_blocks(terms_of, len(inputs.labels), vocab).to(inputs.weights.dtype)
 
 
 # torch.compile calls this while it traces: compiled code warns when it is compiled

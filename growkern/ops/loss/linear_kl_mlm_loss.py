@@ -174,8 +174,7 @@ def linear_kl_mlm_loss(
     heads, shard = checked_heads(head, hiddens, teacher_weight, teacher_bias, call)
     chosen = backend_of(call.backend, labels.device, shard)
     student, *teachers = heads
-    widths = [len(t.weight) for t in teachers]
-    columns = check_columns(call, len(student.weight), widths, shard)
+    columns = check_columns(call, len(student.weight), [len(t.weight) for t in teachers], shard)
     named = ("student_hidden", student_hidden)
 
     def loss_of(

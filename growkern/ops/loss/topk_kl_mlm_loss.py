@@ -112,10 +112,9 @@ def topk_kl_mlm_rows_reference(
     z_NV, _, log_q_NV = student_reference(z_NV, maths)
     values, agreement = [], []
     for ids_Nk, logprobs_Nk in zip(topk[::2], topk[1::2], strict=True):
-        pair = (ids_Nk, logprobs_Nk)
         ids_Nk, log_p_Nk, log_tail_N = (
             x.to(acc) if x.is_floating_point() else x.clamp(min=0)
-            for x in teacher_probabilities(pair, kl_N, vocab, drop_tail, maths)
+            for x in teacher_probabilities((ids_Nk, logprobs_Nk), kl_N, vocab, drop_tail, maths)
         )
         log_q_Nb, log_p_Nb = log_q_NV.gather(1, ids_Nk), log_p_Nk
         if ids_Nk.shape[1] < vocab:
@@ -124,8 +123,7 @@ def topk_kl_mlm_rows_reference(
             log_p_Nb = torch.cat([log_p_Nb, log_tail_N[:, None]], 1)
         # a row without the KL term has the gradient 0, even if the term would be infinite
         log_p_Nb = torch.where(kl_N[:, None], log_p_Nb, log_q_Nb.detach())
-        value_N = divergence_reference(log_p_Nb, log_q_Nb, maths)
-        values.append(torch.where(kl_N, value_N, 0))
+        values.append(torch.where(kl_N, divergence_reference(log_p_Nb, log_q_Nb, maths), 0))
         is_top_Nk = log_p_Nk == log_p_Nk.amax(-1, keepdim=True)
         top_N = torch.where(is_top_Nk, ids_Nk, vocab).amin(-1)
         agreement.append(((z_NV.argmax(-1) == top_N) & kl_N).to(acc))

@@ -330,5 +330,4 @@ def user_cache() -> Path:
     """The directory for tokenised data: `GROWKERN_TOKENS`, or a place in the user's cache."""
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "growkern" / "tokens"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "growkern" / "tokens"

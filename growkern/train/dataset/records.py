@@ -116,8 +116,7 @@ class Reader:
         read = []
         for record, ids in zip(records, self._ids_of(texts, **options), strict=True):
             end = () if record.get(CONTINUED) is True else self.settings.separator
-            tokens = {IDS: np.asarray([*ids, *end], DTYPES[IDS])}
-            read.append(self._weighted(tokens, record))
+            read.append(self._weighted({IDS: np.asarray([*ids, *end], DTYPES[IDS])}, record))
         return read
 
     def _ids_of(self, texts: Sequence[str], **options: Any) -> Any:

@@ -75,9 +75,8 @@ class DataSource:
         """The records as a `datasets.IterableDataset`."""
         if self.is_text:
             datasets = need_datasets(f"streaming {self.name}")
-            files = [str(file) for file in self.files]
             return datasets.IterableDataset.from_generator(
-                text_records, gen_kwargs={"files": files}
+                text_records, gen_kwargs={"files": [str(file) for file in self.files]}
             )
         return self._opened(streaming=True)
 

@@ -135,8 +135,7 @@ class TokenStream(IterableDataset[dict[str, Any]]):
 
     def _rows(self, start: Place) -> Iterator[tuple[Place, Tokens]]:
         """The rows from a place on, each with the place behind it."""
-        runs = self._runs(start)
-        for place, used, row in cut_rows(runs, self.reader.settings, start.offset):
+        for place, used, row in cut_rows(self._runs(start), self.reader.settings, start.offset):
             yield replace(place, offset=used), features_of(row, self.weights)
 
     def _runs(self, start: Place) -> Iterator[tuple[Place, Tokens]]:
@@ -214,8 +213,7 @@ class StreamReader:
             "batches": self._batches,
             "last": {lane: asdict(places) for lane, places in self._last.items()},
         }
-        file = directory / FILE.format(self._stream.rank)
-        file.write_text(json.dumps(state), encoding="utf-8")
+        (directory / FILE.format(self._stream.rank)).write_text(json.dumps(state), encoding="utf-8")
 
     def start(self, checkpoint: str | Path | None, *, warns: bool = True) -> None:
         """Move the stream to the place of a checkpoint, or to its start."""
@@ -252,5 +250,4 @@ class StreamReader:
                 "it was, so a new pass begins"
             )
         number = 1 + max((places.after.number for places in last.values()), default=-1)
-        start = Place(number=number, window=batches)
-        stream.places = dict.fromkeys(range(self._lanes), start)
+        stream.places = dict.fromkeys(range(self._lanes), Place(number=number, window=batches))

@@ -233,8 +233,7 @@ def read_data(
         rows = _rows_of(source, reader, shows)
         directory = location / from_first(lambda: _key(reader))
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
-        files = () if source.dataset else source.files
-        size = sum(file.stat().st_size for file in files)
+        size = sum(file.stat().st_size for file in (() if source.dataset else source.files))
         return cached_rows(directory, rows, source.name, size, weights, part)
 
     # all sources to train on have the same settings
@@ -256,8 +255,7 @@ def read_data(
     else:
         rows = cached("train")
     sets = {part: cached(f"validation.{part}") for part in data.validation_names}
-    evaluation = sets or cached("validation")
-    return TrainingData(data, row_weights, first.settings.pairs, rows, evaluation)
+    return TrainingData(data, row_weights, first.settings.pairs, rows, sets or cached("validation"))
 
 
 def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows] | None) -> str:

@@ -262,8 +262,7 @@ def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Te
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()
     losses_N = F.cross_entropy(logits_NV, labels_BS[labelled_BS], reduction="none").double()
-    row_N = labelled_BS.nonzero()[:, 0]
-    sums_B = losses_N.new_zeros(len(labels_BS)).index_add_(0, row_N, losses_N)
+    sums_B = losses_N.new_zeros(len(labels_BS)).index_add_(0, labelled_BS.nonzero()[:, 0], losses_N)
     return sums_B, labelled_BS.sum(1)
 
 

@@ -151,8 +151,7 @@ class ExpertBalancing(TrainerCallback):
             for name, bias in [*owner.named_buffers(recurse=False)]:
                 if bias.shape == counts_E.shape and bias.is_floating_point():
                     # in bfloat16 the steps would be lost
-                    wide = torch.promote_types(bias.dtype, torch.float32)
-                    setattr(owner, name, bias.to(wide))
+                    setattr(owner, name, bias.to(torch.promote_types(bias.dtype, torch.float32)))
                     self._routers.append((owner, name, counts_E))
 
     @torch.no_grad()

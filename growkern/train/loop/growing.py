@@ -51,8 +51,7 @@ LEAST_RATE, PARTS = 0.9, 100
 
 def are_above(plan: GrowthPlan) -> bool:
     """Whether the new layers of a growth are copies that stand above all layers before it."""
-    old = (count for count, _ in layers_around(plan))
-    pairs = zip(plan.layer_maps.values(), old, strict=True)
+    pairs = zip(plan.layer_maps.values(), (count for count, _ in layers_around(plan)), strict=True)
     return not plan.inserted and all(made[:n] == (*range(n),) for made, n in pairs)
 
 
@@ -242,9 +241,8 @@ def unfilled_model(
 def on_meta(class_name: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """A model of a class of transformers without memory."""
     with torch.device("meta"):
-        cls = getattr(transformers, class_name)
         # transformers changes the config that it is given
-        return cls._from_config(copy.deepcopy(config), dtype=dtype)
+        return getattr(transformers, class_name)._from_config(copy.deepcopy(config), dtype=dtype)
 
 
 class Former(NamedTuple):
@@ -264,12 +262,11 @@ class Former(NamedTuple):
         free_gathered(model)
         parameter = next(model.parameters())
         blocks = [block for stack in find_stacks(model) for block in stack]
-        options = getattr(model, "distributed_options", None) or DistributedOptions()
         return cls(
             parameter.dtype,
             # a model that is not sharded has no options, and its user may have called for these
             replace(
-                options,
+                getattr(model, "distributed_options", None) or DistributedOptions(),
                 activation_checkpointing=any(
                     getattr(module, "gradient_checkpointing", False) for module in model.modules()
                 ),

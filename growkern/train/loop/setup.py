@@ -98,8 +98,7 @@ def make_collaborators(
     meter = Meter(partial(add_up, accelerator))
     # the data loader of the run counts its rows
     trainer.batches = Batches(accelerator, objective.loss.columns, **kind)
-    length = partial(length_of_run, trainer)
-    trainer.two_stage = stages_in_steps(run.two_stage, run.growth, length)
+    trainer.two_stage = stages_in_steps(run.two_stage, run.growth, partial(length_of_run, trainer))
     check_step_numbers(trainer)
     sent, check_labels = are_sent(trainer.train_dataset, accelerator), trainer.batches.check_labels
     own = objective.teachers.collator(trainer.data_collator, sent=sent)
@@ -110,9 +109,8 @@ def make_collaborators(
         collator = without(evaluation_collator(own))
         check_labels(dataset, collator, args.eval_batch_size, "evaluation")
     trainer.data_collator = objective.teachers.trained(own, trainer.train_dataset)
-    schedule = objective.inheritance
     trainer.add_callback(
-        LoopCallback(trainer.batches, meter, trainer.growths, steps, saver, schedule)
+        LoopCallback(trainer.batches, meter, trainer.growths, steps, saver, objective.inheritance)
     )
     use_own_displays(trainer)
     return LabelledSteps(), meter, stops, saver, steps

@@ -108,8 +108,7 @@ def take_rows(
     if known is None:
         return LossRows(labels_BS, rows_BS, weights_BS)
     taught_BS = taught_rows(inputs, labels_BS, known, causal=causal, decoder=decoder)
-    untaught = (wanted_BS & ~taught_BS).sum()
-    return LossRows(labels_BS, rows_BS & taught_BS, weights_BS, untaught)
+    return LossRows(labels_BS, rows_BS & taught_BS, weights_BS, (wanted_BS & ~taught_BS).sum())
 
 
 def check_batch_keys(batch: Mapping[str, Any], *names: str | None) -> None:

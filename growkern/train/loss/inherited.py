@@ -173,8 +173,7 @@ def inherited_loss(
     runs = isinstance(alpha, Tensor) or alpha != 0
     known = known if runs else None
     of_rows = {name: options[name] for name in ROW_OPTIONS}
-    decoder = is_two_stacks(model)
-    rows = take_rows(inputs, **of_rows, causal=causal, decoder=decoder, known=known)
+    rows = take_rows(inputs, **of_rows, causal=causal, decoder=is_two_stacks(model), known=known)
     # without a KL term no teacher runs
     read = [predict(x, inputs, rows.labels_BS, known) for x in teachers] if runs else []
     loss_function = loss_beside(read, teacher_options(map(_inner, teachers)))
@@ -400,8 +399,7 @@ def _check_type(name: str, model: Any) -> None:
 def _check_student(inner: Any) -> None:
     if inner in _checked["model"]:
         return
-    causal = not is_two_stacks(inner) and is_causal(inner)
-    check_model(inner, causal, tensor_parallel=True)
+    check_model(inner, not is_two_stacks(inner) and is_causal(inner), tensor_parallel=True)
     check_head(inner)
     _checked["model"].add(inner)
 

@@ -64,8 +64,7 @@ def softcap_of(model: Any) -> float | None:
     """The c of the model's c * tanh(logits / c); None stands for a head without a model."""
     if model is None:
         return None
-    values = {name: value for _, name, value in _changes(model)}
-    return values.get("final_logit_softcapping")
+    return {name: value for _, name, value in _changes(model)}.get("final_logit_softcapping")
 
 
 def head_options(model: Any) -> dict[str, Any]:

@@ -180,8 +180,7 @@ class DrawingCollator:
     def bits_of(self, features: Sequence[dict[str, Any]], length: int) -> np.ndarray:
         """64 random bits for each place of each row, (B, length) uint64."""
         key_B = np.asarray([self.key_of(feature) for feature in features], np.uint64)
-        counter_S = np.arange(1, length + 1, dtype=np.uint64) * _GOLDEN
-        return mix(key_B[:, None] + counter_S)
+        return mix(key_B[:, None] + np.arange(1, length + 1, dtype=np.uint64) * _GOLDEN)
 
 
 DrawingT = TypeVar("DrawingT", bound=DrawingCollator)
@@ -245,8 +244,7 @@ def full_stops(tokenizer: Any) -> np.ndarray:
 
 def pad_rows(rows: Sequence[Any], pad_id: int | None) -> dict[str, torch.Tensor]:
     """Stack token rows; a mask appears only when their lengths differ."""
-    lengths = {len(row) for row in rows}
-    if len(lengths) == 1:
+    if len({len(row) for row in rows}) == 1:
         return {"input_ids": torch.from_numpy(np.stack(rows).astype(np.int64))}
     if pad_id is None:
         raise GrowthError(

@@ -96,8 +96,7 @@ class SpanCorruptionCollator(DrawingCollator):
         noise, spans = span_counts(len(tokens_S), self.share, self.mean_span)
         random = np.random.Generator(np.random.Philox(key=self.key_of(feature)))
         kept = _parts(random, len(tokens_S) - noise, spans)
-        taken = _parts(random, noise, spans)
-        ends = np.cumsum(np.stack([kept, taken], 1).ravel())[:-1]
+        ends = np.cumsum(np.stack([kept, _parts(random, noise, spans)], 1).ravel())[:-1]
         pieces = np.split(tokens_S, ends)
         inputs, target = [], []
         for sentinel, before, span in zip(self.sentinels, pieces[::2], pieces[1::2], strict=False):
@@ -154,8 +153,7 @@ class DenoisingCollator(DrawingCollator):
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [np.asarray(feature["input_ids"], np.int64) for feature in features]
-        noisy = [self._framed(self.corrupt(feature)) for feature in features]
-        batch = pad_rows(noisy, self.pad_id)
+        batch = pad_rows([self._framed(self.corrupt(feature)) for feature in features], self.pad_id)
         return {**batch, **decoder_columns([self._framed(row) for row in rows])}
 
     def _framed(self, tokens_S: np.ndarray) -> np.ndarray:

@@ -432,10 +432,9 @@ def _check_keys(tables: dict[str, Any], path: Path) -> None:
                 raise GrowthError(f"{start}: give {CHECKPOINTS[section]}")
             if own:
                 raise GrowthError(f"{start}: it is a section of its own, [{own}]")
-            owners = [(name, _like(key, its)) for name, its in others.items()]
             named = [
                 f"[{name}] as {like!r}" if like != key else f"[{name}]"
-                for name, like in owners
+                for name, like in [(name, _like(key, its)) for name, its in others.items()]
                 if like
             ]
             is_known = any(key in its for its in others.values())
@@ -445,8 +444,7 @@ def _check_keys(tables: dict[str, Any], path: Path) -> None:
 
 def _like(key: str, names: Collection[str]) -> str | None:
     """The name that is a key, or its singular or plural."""
-    forms = (key, f"{key}s", key.removesuffix("s"))
-    return next((form for form in forms if form in names), None)
+    return next((form for form in (key, f"{key}s", key.removesuffix("s")) if form in names), None)
 
 
 @functools.cache

@@ -102,8 +102,7 @@ def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]])
     """Check that the output can be a directory and holds no input: overwriting would delete it."""
     if output.exists() and not output.is_dir():
         raise GrowthError(f"output.directory {output} is a file: choose another name")
-    inputs = [*models, *(file for files in texts.values() for file in files)]
-    for path in inputs:
+    for path in [*models, *(file for files in texts.values() for file in files)]:
         if output.resolve() in (path.resolve(), *path.resolve().parents):
             raise GrowthError(
                 f"output.directory {output} contains {path}, which the run reads: choose another "
@@ -524,8 +523,7 @@ def other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:
 def _objective(run: Run, model: Checkpoint) -> Objective:
     """The objective of a run."""
     has_targets = bool(run.data.target_column or run.data.labels_column)
-    cls = class_in(model.directory, model.config)
-    return choose(run.data.objective, cls, targets=has_targets)
+    return choose(run.data.objective, class_in(model.directory, model.config), targets=has_targets)
 
 
 def _student(model: Checkpoint, plan: GrowthPlan | None) -> Any:

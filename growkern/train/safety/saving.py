@@ -281,8 +281,7 @@ class Stops:
             return
         self.evaluated += 1
         # all processes have to leave at the same batch, and every question costs time
-        several = self._accelerator.num_processes > 1
-        if several and self.evaluated % BATCHES_BETWEEN_QUESTIONS:
+        if self._accelerator.num_processes > 1 and self.evaluated % BATCHES_BETWEEN_QUESTIONS:
             return
         pending = self.of_any()
         if pending:

@@ -208,8 +208,7 @@ def _write_failure(error: Exception) -> str | None:
     from_rust = RUST_ERROR.match(text)
     if from_rust and type(error) is Exception:
         return from_rust[1]
-    of_torch_save = any(part in text for part in TORCH_SAVE)
-    return "the disk takes no more bytes" if of_torch_save else None
+    return "the disk takes no more bytes" if any(part in text for part in TORCH_SAVE) else None
 
 
 class BackgroundSave:

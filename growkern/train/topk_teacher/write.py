@@ -155,8 +155,7 @@ def cache_teacher(
             if tokenizer is not None:
                 check_own_tokenizer(model, tokenizer)
             teacher = ModelTeacher(model, k, temperature, rows, vocab_size)
-        wanted = "a language model, its directory or a ServedTeacher"
-        check_kind("model", teacher, TopKRows, wanted)
+        check_kind("model", teacher, TopKRows, "a language model, its directory or a ServedTeacher")
         causal = teacher.facts.causal
         vocabulary = columns_that_count(teacher.name, teacher.facts.vocab_size, vocab_size, k)
         examples = Examples(dataset, collator, epochs, batch_size)

@@ -111,8 +111,7 @@ class Gather:
 
     @property
     def holds(self) -> str:
-        is_lost = self.task.is_made or any(patch.loses for patch in self.patches)
-        return "" if is_lost else "copies"
+        return "" if self.task.is_made or any(patch.loses for patch in self.patches) else "copies"
 
     @property
     def factor(self) -> float:
@@ -183,12 +182,11 @@ class Gather:
             return True
         axes = (axis.partition(":") for axis in self.task.tensor.axes)
         written = [name for role, _, names in axes if role != "read" for name in names.split("|")]
-        spaces = [self.plan.small.family.spaces[name] for name in written if name]
         return not any(
             space.kind in ("stream", "heads")
             or space.weighted
             or (space.kind == "units" and space.size == "stream")
-            for space in spaces
+            for space in [self.plan.small.family.spaces[name] for name in written if name]
         )
 
     @property
@@ -398,8 +396,7 @@ def whole(index: Tensor, factor: Tensor, is_split: bool) -> Tensor:
     """
     if not is_split:
         return factor
-    size = int(index.max()) + 1
-    return torch.zeros(size, dtype=factor.dtype).index_add_(0, index, factor)[index]
+    return torch.zeros(int(index.max()) + 1, dtype=factor.dtype).index_add_(0, index, factor)[index]
 
 
 def rounds(factors: list[Tensor], dtype: torch.dtype) -> bool:

@@ -59,8 +59,7 @@ class Norm(Gather):
 
     def build(self, read: Read, part: Part, out: Tensor, work: ops.Work) -> None:
         # short vectors, which are computed on the CPU for any device
-        values = self.values(on_cpu(read), work.backend if out.is_cpu else None)
-        out.copy_(values[part])
+        out.copy_(self.values(on_cpu(read), work.backend if out.is_cpu else None)[part])
 
     def needs(self, part: Part) -> None:
         return None

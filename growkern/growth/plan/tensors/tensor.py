@@ -111,8 +111,7 @@ def build_tensor(
     read = read or plan.source.read
     part = tuple(part or (slice(None),) * len(task.shape))
     if out is None:
-        shape = [len(where) for where in task.ranges(part)]
-        out = torch.empty(shape, dtype=plan.dtype_of(task))
+        out = torch.empty([len(where) for where in task.ranges(part)], dtype=plan.dtype_of(task))
     if (matrix := task.matrix) is not task:
         place = task.part_of_matrix(part)
         flat = out.view([s.stop - s.start for s in place])
@@ -141,8 +140,7 @@ def part_reader(
     headers = plan.source.headers
     # of experts, each is read by itself
     is_small = task.source not in headers or headers[task.source].is_mapped or len(part) > 2
-    is_whole = is_small or task.matrix is not task
-    index = None if is_whole else kind_of(plan, task).needs(part)
+    index = None if is_small or task.matrix is not task else kind_of(plan, task).needs(part)
     if index is None:
         return read
 

@@ -228,8 +228,7 @@ class Sleep(Patch):
             some = [*group]
             drawn = range(some[0], some[-1] + 1)
             noise = torch.empty(len(drawn), len(where[1]))
-            initial = Initial(0.0, deviation=1.0)
-            fill_random(plan, task, "asleep", initial, [drawn, where[1]], noise)
+            fill_random(plan, task, "asleep", Initial(0.0, deviation=1.0), [drawn, where[1]], noise)
             for number in some:
                 row = source[rows.index[number]].cpu().double()
                 row = row[cols.index % cols.source] * cols.scale

@@ -120,8 +120,7 @@ def project_heads(
     """Write some columns of (1) of each head to its `logits`."""
     for x_CH, head, z_CV in zip(hidden, heads, logits, strict=True):
         bias_V = head.bias[columns] if with_biases and head.bias.numel() else None
-        weight_VH = first_axis(head.weight, columns)
-        project(x_CH, weight_VH, bias_V, z_CV, settings.wide_products)
+        project(x_CH, first_axis(head.weight, columns), bias_V, z_CV, settings.wide_products)
 
 
 class Chunk:
@@ -269,8 +268,7 @@ def sweep(
     rows_R, R = live_rows(row_inputs.kinds, settings.sizes.max_rows)
     if grads[0] is not None and (not R or rows_R is not None):
         grads[0].zero_()
-    room = begun or room_of(heads, R, settings, grads)
-    sums, tiles, shape, memory, C, G, held = room
+    sums, tiles, shape, memory, C, G, held = begun or room_of(heads, R, settings, grads)
     weight_WN, unscale = fit_to_dtype(row_inputs.weights, x_NH.dtype, settings.maths)
     inputs_R, results = row_inputs._replace(weights=weight_WN).part(rows_R), []
     for at_G in slices(0, R, G or C):
@@ -486,8 +484,7 @@ def begun_rules(heads: Sequence[Head], settings: HeadSettings) -> Rules:
 
     def op(student: list[Tensor], teachers: list[Tensor], *others: Any) -> tuple[Tensor, ...]:
         *rows, _, settings = arguments_of(others)
-        heads = heads_of([*student, *teachers])
-        return swept(heads, RowInputs(*rows), settings, begun=begun.pop())
+        return swept(heads_of([*student, *teachers]), RowInputs(*rows), settings, begun=begun.pop())
 
     return LINEAR_KL_MLM._replace(op=op) if begun[0] else LINEAR_KL_MLM
 

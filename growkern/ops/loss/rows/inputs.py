@@ -238,8 +238,7 @@ def _(labels_N, kind_N, vocab, group) -> Tensor:
 def _counts(labels_N: Tensor, group: str) -> Tensor:
     """Each rank's number of rows and a checksum of its labels, (L, 2) int64."""
     order_N = torch.arange(1, 2 * len(labels_N), 2, device=labels_N.device)
-    mine_2 = torch.stack([torch.ones_like(labels_N).sum(), (labels_N * order_N).sum()])
-    return gather(mine_2, group)
+    return gather(torch.stack([torch.ones_like(labels_N).sum(), (labels_N * order_N).sum()]), group)
 
 
 # ------------------------------------------------------------------------ result
@@ -295,8 +294,7 @@ def _over_columns(
     # the entropy is wanted of rows without a label too
     own_N = kind_N if options.parts else kind_N & MLM_ROW
     alone = options._replace(teacher_weights=())
-    own = RowInputs(labels_N, own_N, weight_WN[:1])
-    loss, own_RN = loss_of(alone, columns.vocab, shard)(own)
+    loss, own_RN = loss_of(alone, columns.vocab, shard)(RowInputs(labels_N, own_N, weight_WN[:1]))
     kl_WN = torch.cat([torch.zeros_like(weight_WN[:1]), weight_WN[1:]])
     known = shard._replace(vocab=min(shard.vocab, call.teacher_vocab_size))
     taught = RowInputs(labels_N, kind_N & KL_ROW, kl_WN)

@@ -79,7 +79,6 @@ def rows_on_triton(
     choice = {"BLOCK_V": block, "num_warps": 8, "maxnreg": MAX_REGISTERS}
     biases = [bias for bias in rows.biases if bias is not None]
     wide = _columns_at_once(student_NV, *teachers_NV, *biases, *[grad_NV] * steps.grad)
-    lanes = lanes_of(choice["BLOCK_V"], choice["num_warps"], wide)
     launch(
         kl_mlm_rows_kernel,
         N,
@@ -96,6 +95,6 @@ def rows_on_triton(
         MATHS=maths.of_kernels(),
         STEPS=(*steps, parts),
         ACC=ACC,
-        LANES=lanes,
+        LANES=lanes_of(choice["BLOCK_V"], choice["num_warps"], wide),
         **choice,
     )

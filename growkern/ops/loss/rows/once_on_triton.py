@@ -256,8 +256,7 @@ def read_rows_once(rows: Rows, state_SN: Tensor, drows_WN: Tensor, dstudent_NV: 
         return False
     sums = student_NV.new_empty(N, PART_SUMS.value, S)
     shared = (sums, torch.zeros(N, dtype=torch.int32, device=device))
-    tensors = (student_NV, dstudent_NV, drows_WN, *rows.teachers_NV)
-    strides = tuple(x.stride(0) for x in tensors)
+    strides = tuple(x.stride(0) for x in (student_NV, dstudent_NV, drows_WN, *rows.teachers_NV))
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     try:
         for phase in (SUM_ONLY, GRAD_ONLY) if interpreted else (BOTH,):

@@ -119,8 +119,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, dterms_RN, _) -> tuple:
     student_NV, labels_N, kind_N, state_SN, *teachers_NV = ctx.saved_tensors
     arguments = (dterms_RN, student_NV, teachers_NV, labels_N, kind_N, state_SN, *ctx.options)
-    dstudent_NV = apply(_BACKWARD_RULES, *arguments)
-    return (dstudent_NV, [None] * len(teachers_NV), *[None] * 7)
+    return (apply(_BACKWARD_RULES, *arguments), [None] * len(teachers_NV), *[None] * 7)
 
 
 _BACKWARD_RULES = Rules(kl_mlm_rows_backward_op, refuse_second_derivative)

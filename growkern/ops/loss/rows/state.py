@@ -216,8 +216,7 @@ def read_slices(
 
 def _add_second_reading(state_SN: Tensor, slice_SN: Tensor) -> None:
     """Add the centre and spread of one more slice."""
-    pairs = zip(unpack(state_SN).teachers, unpack(slice_SN).teachers, strict=True)
-    for total, teacher in pairs:
+    for total, teacher in zip(unpack(state_SN).teachers, unpack(slice_SN).teachers, strict=True):
         total.centre.add_(teacher.centre)
         total.spread.add_(teacher.spread)
 
@@ -324,8 +323,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
             value = maths.mixed(teacher.spread, teacher.centre)  # (7)
         # rounding may leave it below 0, where no divergence is
         divergences.append(torch.where(kl_N, value.clamp(min=0), 0))
-        agrees = (student.best == teacher.best) & kl_N & parts
-        agreements.append(agrees.to(value.dtype))
+        agreements.append(((student.best == teacher.best) & kl_N & parts).to(value.dtype))
     mlm = mlm.masked_fill((kind_N & MLM_ROW) == 0, 0)
     entropy = torch.zeros_like(m)
     if parts:
