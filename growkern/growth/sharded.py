@@ -171,9 +171,8 @@ def fill(
             work = works[local.device]
             _fill(grown, task, parts[task.name], local, backend, work)
             if not allow_nonfinite:
-                what = f"{task.name}, grown from {task.source}"
                 check = refuse_overflow if grown.may_overflow else refuse_nonfinite
-                work.then(partial(check, what, local))
+                work.then(partial(check, f"{task.name}, grown from {task.source}", local))
             written += local.nbytes
             work.then(bar.update)
         for work in works.values():

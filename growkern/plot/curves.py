@@ -187,12 +187,11 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
         state = read_json(file, MOST_BYTES, "log")
         curve = curve_of(state["log_history"], name or directory.resolve().name)
         last = state.get("global_step", 0), state.get("max_steps", 0)
-        settings = _settings_of(directory / RUN_FILE)
         curve = replace(
             curve,
             finished=file.parent == directory,
             last=last,
-            settings=settings,
+            settings=_settings_of(directory / RUN_FILE),
             method=str(record(file.with_name(LINEAGE_FILE)).get("options", {}).get("method", "")),
         )
         for step, loss in zip(curve.steps, curve.losses, strict=True):

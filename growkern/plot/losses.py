@@ -305,9 +305,8 @@ def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[floa
     """
     drawn = [*(curve for group in groups for curve in group.curves), *sources]
     low, high = min(min(c.losses) for c in drawn), max(max(c.losses) for c in drawn)
-    compared = groups[1:] or groups
     tops = []
-    for curve in (curve for group in compared for curve in group.curves):
+    for curve in (curve for group in groups[1:] or groups for curve in group.curves):
         span = curve.flops[-1] - curve.flops[0]
         settled = float(np.interp(curve.flops[0] + span / 10, curve.flops, curve.losses))
         early = curve.losses[0] - low <= FAR_START * (settled - low)

@@ -403,14 +403,12 @@ class Stream:
         """Write all pieces that the journal does not list as finished. An error loses no piece."""
         order = {name: i for i, name in enumerate(self.layout.tensors)}
         pieces = sorted(pieces_of(self.plan), key=lambda piece: order[piece.task.name])
-        total = sum(map(self._bytes, pieces))
-        what = "resuming" if self.journal.marks else "growing"
         threads = torch.get_num_threads()
         with ExitStack() as stack:
             self._files = self.layout.open(self.directory, stack)
             bar = tqdm(
-                total=total,
-                desc=what,
+                total=sum(map(self._bytes, pieces)),
+                desc="resuming" if self.journal.marks else "growing",
                 unit="B",
                 unit_scale=True,
                 disable=None if progress else True,
@@ -523,6 +521,5 @@ class Stream:
         )
         if self._may_overflow:
             refuse_overflow(piece.task.name, built)
-        total = checksum_rows(data)
         write_rows(self._files, header, start, stop, data)
-        return piece, total, True
+        return piece, checksum_rows(data), True

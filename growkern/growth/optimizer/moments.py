@@ -268,7 +268,6 @@ def grow_moment(
         out: tensor to fill, of the part's shape and any dtype. Default: a new tensor in the
             dtype of the source's moment.
     """
-    power = MOMENTS[key]
     part = part or (slice(None),) * len(task.shape)
     where = task.ranges(part)
     if (matrix := task.matrix) is not task:
@@ -278,7 +277,7 @@ def grow_moment(
         built = grow_moment(plan, matrix, as_matrix, key=key, moments=moments, part=place, out=flat)
         return built.view([*map(len, where)])
     kind = kind_of(plan, task)
-    axes = kind.gradients(power)
+    axes = kind.gradients(MOMENTS[key])
     if moments == "old_slices":
         named = zip(task.tensor.axes, task.shape, strict=True)
         old = [old_entries(plan, task, axis, size) for axis, size in named]

@@ -91,11 +91,9 @@ def grown_state(
     check_plan(plan)
     names, state = state_by_name(plan, state_dict)
     checks.check_decay(state_dict, moments)
-    groups = state_dict["param_groups"]
-    grown_names = _target_names(plan, names)
     new_state: dict[Any, dict[str, Any]] = {}
     new_groups, tasks, number = [], {task.name: task for task in plan.tasks}, 0
-    for group, members in zip(groups, grown_names, strict=True):
+    for group, members in zip(state_dict["param_groups"], _target_names(plan, names), strict=True):
         keys: list[Any] = []
         for name in members:
             keys.append(name if _is_named(group) else number)

@@ -95,11 +95,10 @@ def _call(module: nn.Module, inputs: Any) -> Any:
         return x.to(device, torch.float64 if x.is_floating_point() else x.dtype, copy=True)
 
     inputs = pytree.tree_map(as_double, inputs)
-    devices = [device] if device.type == "cuda" else []
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
     finally:
         torch.set_default_dtype(default)

@@ -120,10 +120,9 @@ class VerifyReport:
         outputs.add_column("value", justify="right")
         for name, value in self.outputs.items():
             outputs.add_row(name, f"{value:.3g}")
-        state = Text(*_verdict(self))
         said = [Text(line, "red") for line in self.contradictions]
         said += [Text(f"note: {line}", "yellow") for line in self.notes]
-        return Group(table, *failed, Text(), outputs, *said, state)
+        return Group(table, *failed, Text(), outputs, *said, Text(*_verdict(self)))
 
 
 @on_cpu_by_default
@@ -263,10 +262,9 @@ def _roundings(
 
     `old` is the source as it was run; `coarsest` the dtype that it or the grown model was run in.
     """
-    is_narrow = coarsest.itemsize == 2
     wide = old if old.dtype.itemsize > 2 else as_model(source, torch.float32)
     result = _samples(plan, wide, tokens, plan.rounds_weights)
-    if is_narrow:
+    if coarsest.itemsize == 2:
         narrow = old if old.dtype == coarsest else as_model(source, coarsest)
         result[verdict.ARITHMETIC_ERROR] = compare.arithmetic_error(plan, narrow, wide, tokens)
     return result

@@ -98,9 +98,8 @@ class Header(StoredTensor):
             return torch.empty(0, dtype=self.dtype)
         start = self.start + first * self.dtype.itemsize
         base = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        size = start - base + count * self.dtype.itemsize
         try:
-            mapped = self.opened.map(size, base)
+            mapped = self.opened.map(start - base + count * self.dtype.itemsize, base)
         except OSError as error:
             raise GrowthError(f"{self.file}: {self.raw_name} cannot be read: {error}") from error
         return torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=start - base)

@@ -464,11 +464,10 @@ def _with_head(model: ModelSpec, headers: Mapping[str, StoredTensor], directory:
             return other
         fitting += [name for one in lost if one in other.shapes]
     if fitting:
-        most = max(fitting, key=fitting.count)
         raise GrowthError(
             f'{directory}: "architectures" in config.json names {model.class_name}, which has no '
             f"{lost[0]} (and {len(lost) - 1} more that are there): name the class that was saved, "
-            f'such as "{most}"'
+            f'such as "{max(fitting, key=fitting.count)}"'
         )
     return model
 

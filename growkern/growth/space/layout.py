@@ -332,10 +332,9 @@ class Layout:
         """
         if self.options.method != "fresh":
             return frozenset()
-        spaces = self.family.spaces
         normed = {name for t in self.small.own_tensors if t.norm for name in t.norm}
         alone, mixed = {"q_heads", "kv_heads"}, set[str]()
-        for space in spaces.values():
+        for space in self.family.spaces.values():
             key = str(space.heads or space.size)
             if space.kind == "units" and key != "stream":
                 alone.add(key)

@@ -80,9 +80,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, why
     lib.growkern_advise_huge.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     lib.growkern_advise_huge.restype = None
-    isa = ISA_NAMES[lib.growkern_best_isa()]
     threads = "OpenMP" if lib.growkern_has_openmp() else "one thread, built without OpenMP"
-    return lib, f"compiled, {isa}, {threads}"
+    return lib, f"compiled, {ISA_NAMES[lib.growkern_best_isa()]}, {threads}"
 
 
 def loaded() -> ctypes.CDLL | None:

@@ -177,10 +177,9 @@ def cache_path(kernel: Kernel, arch: str) -> Path:
     """File of the cached machine code; its name is a hash of all that the code depends on."""
     folder = source_folder()
     assert folder is not None
-    parts = [arch, str(nvrtc_version()), *kernel.flags]
     # csrc itself has the headers that the CPU's kernels include too
     headers = [*sorted(folder.parent.glob("*.h")), *sorted(folder.glob("*.h"))]
-    digest = hashlib.sha256("\n".join(parts).encode())
+    digest = hashlib.sha256("\n".join([arch, str(nvrtc_version()), *kernel.flags]).encode())
     for path in (folder / f"{kernel.name}.cu", *headers):
         digest.update(path.read_bytes())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -217,9 +216,8 @@ def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(device)
     cubin = cached_cubin(kernel, f"sm_{major}{minor}")
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    name = kernel.name.encode()
     _check_driver(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {kernel.name}")
-    status = driver.cuModuleGetFunction(ctypes.byref(function), module, name)
+    status = driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode())
     _check_driver(status, f"finding {kernel.name}")
     return function
 
@@ -250,11 +248,10 @@ def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.dev
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         _use_context(index)
-        function = _function(kernel, index)
         _allow(kernel, index, grid.shared_bytes)
         address = ctypes.c_void_p(ctypes.addressof(args))
         status = _driver().cuLaunchKernel(
-            function,
+            _function(kernel, index),
             *(ctypes.c_uint(n) for n in (grid.blocks, 1, 1, grid.threads, 1, 1)),
             ctypes.c_uint(grid.shared_bytes),
             ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream),

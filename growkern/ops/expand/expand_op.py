@@ -247,12 +247,9 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
         x = folded(x, 1, _index(call.cols, N, x.device), times * C)
     if ctx.has_upper or call.rows is not None:
         x = folded(x, 0, _index(call.rows, M, x.device), times * R)
-    dweight_RC = (x[:R, :C] if ctx.has_upper else x).to(ctx.dtype)
-    dupper_RC = None
-    if ctx.has_upper:
-        dupper_RC = (x[:R, C:] + x[R:, :C] + x[R:, C:]).to(ctx.dtype)
+    dupper_RC = (x[:R, C:] + x[R:, :C] + x[R:, C:]).to(ctx.dtype) if ctx.has_upper else None
     # those after weight and upper have none
-    return dweight_RC, dupper_RC, *[None] * len(inputs)
+    return (x[:R, :C] if ctx.has_upper else x).to(ctx.dtype), dupper_RC, *[None] * len(inputs)
 
 
 def _jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:

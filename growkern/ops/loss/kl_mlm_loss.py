@@ -105,11 +105,10 @@ def kl_mlm_rows_reference(
     `student_NV`. A row has 0 where it has no such term.
     """
     is_half = all(x.element_size() == 2 for x in (student_NV, *teachers_NV))
-    dtype = torch.float32 if is_half else torch.float64
 
     def live(x: Tensor, live_N: Tensor) -> Tensor:
         # other rows may hold NaN, which must not reach a gradient
-        return torch.where(live_N[:, None], x.to(dtype), 0)
+        return torch.where(live_N[:, None], x.to(torch.float32 if is_half else torch.float64), 0)
 
     mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
     z_NV, log_q_NV, log_qT_NV = student_reference(live(student_NV, kind_N > 0), maths)

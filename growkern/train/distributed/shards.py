@@ -134,11 +134,10 @@ def _make_room(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
             if not place.startswith(prefix) or not isinstance(kept, TensorStorageMetadata):
                 continue
             dtype = kept.properties.dtype
-            like = kept.size == p.shape
             if key not in optimizer.state[p]:
                 optimizer.state[p][key] = (
                     torch.zeros_like(p, dtype=dtype, requires_grad=False)
-                    if like
+                    if kept.size == p.shape
                     else torch.zeros(kept.size, dtype=dtype)
                 )
 
@@ -215,12 +214,11 @@ def _zero_state(
     A step of length 0 would make it too. Its temporary tensors then leave gaps in the memory of a
     process that are as large as the parameters.
     """
-    on_device = group["capturable"] or group["fused"]
     is_wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     count = torch.zeros(
         (),
         dtype=torch.float64 if is_wide else torch.float32,
-        device=p.device if on_device else "cpu",
+        device=p.device if group["capturable"] or group["fused"] else "cpu",
     )
     moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
     return {

@@ -230,14 +230,13 @@ class Objective:
 
     def _take_rows(self, inputs: dict[str, Any], plan: StepPlan, *, weighted: bool) -> LossRows:
         """Remove the labels and row weights from a batch, and align them."""
-        kl_rows = self.inheritance.kl_rows if self.inheritance and plan.taught else "labels"
         column = self.loss.row_weights
         if column is not None and not weighted:
             inputs.pop(column, None)
         return take_rows(
             inputs,
             causal=self.causal,
-            kl_rows=kl_rows,
+            kl_rows=self.inheritance.kl_rows if self.inheritance and plan.taught else "labels",
             row_weights=column if weighted else None,
             decoder=self.decoder,
             known=self.teachers.known if plan.taught else None,

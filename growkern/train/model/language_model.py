@@ -232,13 +232,12 @@ def probing(model: Any) -> Iterator[None]:
     routers fails where no layer that runs has one. The parameters of a sharded model are shards
     again afterwards.
     """
-    no_loss = setting(model.config.get_text_config(), "output_router_logits", False)
     try:
         # the stance counts from its call on: nothing may fail between that and its end
         with (
             evaluating(model),
             without_cache(model),
-            no_loss,
+            setting(model.config.get_text_config(), "output_router_logits", False),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
         ):
@@ -265,9 +264,8 @@ def no_zeros(model: Any) -> Iterator[None]:
     """
 
     def again(module: nn.Module, inputs: Any, options: Any, output: Any) -> Any:
-        own = dict(module.named_parameters(recurse=False))
         with contextlib.ExitStack() as stack:
-            for name, p in own.items():
+            for name, p in dict(module.named_parameters(recurse=False)).items():
                 if _is_zero(p):
                     stack.enter_context(setting(module, name, _filled(p)))
                     output = None

@@ -86,9 +86,8 @@ class TwoStageConfig:
             raise GrowthError("stage1_epochs is not in optimizer steps yet: call in_steps first")
         if step >= self.stage1_steps:
             return None
-        blocks = math.ceil(layers / self.layers_per_block)
         digest = hashlib.blake2b(f"depth:{self.seed}:{step}".encode(), digest_size=8).digest()
-        block = int.from_bytes(digest, "little") % blocks
+        block = int.from_bytes(digest, "little") % math.ceil(layers / self.layers_per_block)
         return min(layers, self.layers_per_block * (block + 1))
 
     def part(self, step: int, layers: int) -> ModelPart | None:

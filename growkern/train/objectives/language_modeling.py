@@ -33,9 +33,8 @@ def objectives_of(cls: type) -> tuple[Objective, ...]:
     """The objectives that a class of transformers can be trained with; the first is its default."""
     names = {base.__name__ for base in cls.__mro__}
     if names & set(SEQ_TO_SEQ.values()):
-        is_t5 = any("T5" in name for name in names)
         first: tuple[Objective, ...] = ("span_corruption", "denoising")
-        return (*(first if is_t5 else first[::-1]), "pairs")
+        return (*(first if any("T5" in name for name in names) else first[::-1]), "pairs")
     if names & CAUSAL:
         return ("clm",)
     if names & set(MASKED.values()):
@@ -172,9 +171,8 @@ class DrawingCollator:
     def key_of(self, feature: dict[str, Any]) -> int:
         """64 bits that all random numbers of a row follow from."""
         ids = np.asarray(feature["input_ids"], np.int64)
-        epoch = int(self._epoch) + feature.get(PASS, 0)
         digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
-        digest.update(f"{self.seed}:{epoch}".encode())
+        digest.update(f"{self.seed}:{int(self._epoch) + feature.get(PASS, 0)}".encode())
         return int.from_bytes(digest.digest(), "little")
 
     def bits_of(self, features: Sequence[dict[str, Any]], length: int) -> np.ndarray:
@@ -216,11 +214,10 @@ class MaskedLMCollator(DrawingCollator):
         kind_BS = bits_BS & np.uint64(0xFFFFFFFF)
         random_BS = (mix(bits_BS) % np.uint64(self.vocab_size)).astype(np.int64)
 
-        labels_BS = np.where(chosen_BS, input_BS, IGNORE_INDEX)
         replaced_BS = np.where(kind_BS < int(0.8 * 2**32), self.mask_id, random_BS)
         replaced_BS = np.where(kind_BS < int(0.9 * 2**32), replaced_BS, input_BS)
         batch["input_ids"] = torch.from_numpy(np.where(chosen_BS, replaced_BS, input_BS))
-        return {**batch, "labels": torch.from_numpy(labels_BS)}
+        return {**batch, "labels": torch.from_numpy(np.where(chosen_BS, input_BS, IGNORE_INDEX))}
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

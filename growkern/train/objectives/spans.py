@@ -57,9 +57,8 @@ class SpanCorruptionCollator(DrawingCollator):
         check_probability(share)
         check_spans(mean_span)
         vocabulary = tokenizer.get_vocab()
-        names = (SENTINEL.format(i) for i in range(len(vocabulary)))
         self.sentinels: list[int] = []
-        for name in names:
+        for name in (SENTINEL.format(i) for i in range(len(vocabulary))):
             if name not in vocabulary:
                 break
             self.sentinels.append(vocabulary[name])

@@ -466,9 +466,8 @@ def check_paths(runs: Sequence[Run], base: Path) -> None:
     """
     made = [base / run.output.directory for run in runs]
     for run in runs:
-        growths = [growth.source for growth in run.growths]
         taught = run.teacher.directories if run.teacher else ()
-        for name in (run.model.path, *growths, *taught):
+        for name in (run.model.path, *(growth.source for growth in run.growths), *taught):
             if name is None or any((base / name).is_relative_to(output) for output in made):
                 continue
             place = base / name

@@ -164,9 +164,8 @@ def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | 
     if bool(is_wrong.any()):
         return f"the log-prob {float(wide_Rk[is_wrong][0]):g}: check the teacher's weights"
     # each log-prob l is off by at most ROUNDING |l|, and the sum of p |l| is at most log k
-    most = 1 + ROUNDING * (1 + math.log(ids_Rk.shape[-1]))
     mass_R = wide_Rk.exp().sum(-1)
-    if bool((mass_R > most).any()):
+    if bool((mass_R > 1 + ROUNDING * (1 + math.log(ids_Rk.shape[-1]))).any()):
         return f"probabilities that add up to {float(mass_R.max()):g}: check the teacher"
     return None
 

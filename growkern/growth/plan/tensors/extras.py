@@ -75,11 +75,9 @@ def extra_rows(
         if role == "read":
             # by (3) the carry units write only extra coordinates; their entries in all other rows
             # are 0
-            is_copied = extra == (False, True)
             ones, carried = torch.ones(len(signs), dtype=torch.float64), delta * signs
-            columns = torch.stack([ones, carried], 1)
             zeros = torch.zeros(weight.shape[0], 2, dtype=torch.float64)
-            return (zeros if is_copied else columns).to(dtype)
+            return (zeros if extra == (False, True) else torch.stack([ones, carried], 1)).to(dtype)
         if role == "factor":
             result = weight.new_ones(len(signs), dtype=dtype)
         elif layout.family.spaces[space].kind == "stream" and result is weight:

@@ -374,9 +374,8 @@ def swept(
     if grads is None:
         grads = empty_gradients(heads[0], settings.per_row, settings.want)
         advise_huge_pages(grads[1])
-    wanted = _wanted(grads, settings)
     with _in_own_dtypes(weight_WN):
-        rows_TN = sweep(heads, row_inputs, settings, wanted, make_chunk, room)
+        rows_TN = sweep(heads, row_inputs, settings, _wanted(grads, settings), make_chunk, room)
     loss_N = weighted(weight_WN, rows_TN)
     dx, dw, db = grads
     return loss_N if settings.per_row else loss_N.sum(), rows_TN, dx, dw, db

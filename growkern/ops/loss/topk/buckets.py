@@ -99,9 +99,8 @@ def divergence(log_p_CB: Tensor, log_q_CB: Tensor, maths: Maths) -> tuple[Tensor
 
 def first_top(values_Ck: Tensor, ids_Ck: Tensor) -> Tensor:
     """The smallest id among those of the largest value, (C,): argmax breaks ties like that."""
-    beyond = torch.iinfo(torch.int64).max
     top = values_Ck == values_Ck.amax(-1, keepdim=True)
-    return ids_Ck.masked_fill(~top, beyond).amin(-1)
+    return ids_Ck.masked_fill(~top, torch.iinfo(torch.int64).max).amin(-1)
 
 
 def solve(
@@ -132,9 +131,7 @@ def solve(
     log_q_CB[:, -1] += tail.sum_t.log()
 
     alone = named_terms(terms(whole_SC, kind_C, maths, parts))
-    top_C = None
-    if parts:
-        top_C = first_top(x_CB, torch.cat([ids_CU, tail.best.long()[:, None]], 1))
+    top_C = first_top(x_CB, torch.cat([ids_CU, tail.best.long()[:, None]], 1)) if parts else None
     values, agreement, on_CB = [], [], torch.zeros_like(x_CB)
     for kept, dkl_C in zip(teachers, drows_WC[1:], strict=True):
         value, pull_CB = _against(kept, log_q_CB, maths)
