@@ -41,7 +41,7 @@ from growkern.growth.plan.target import (
     in_given_names,
     unread_in,
 )
-from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_checksum
+from growkern.growth.plan.tensors.random_tensors import MARK, check_centroids, with_checksum
 from growkern.growth.source import Source, located, open_source
 from growkern.growth.space import (
     check_layer_kinds,

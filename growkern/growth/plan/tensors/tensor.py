@@ -17,14 +17,14 @@ from growkern.growth.plan.axes import asleep
 from growkern.growth.plan.blueprint import COMPUTED, RANDOM, Blueprint, Part, Task
 from growkern.growth.plan.tensors.gather import Computed, Constant, Gather, Patch, Stored
 from growkern.growth.plan.tensors.norm import InsertedNorm, Norm
-from growkern.growth.plan.tensors.untrained import (
+from growkern.growth.plan.tensors.random_tensors import (
     Baseline,
     Drop,
     Fresh,
     Noise,
+    Random,
     Sleep,
     Split,
-    Untrained,
 )
 from growkern.growth.stored import Read
 from growkern.ops import expand as ops
@@ -45,7 +45,7 @@ def _usual(plan: Blueprint, task: Task) -> Gather:
     if task.source == COMPUTED:
         return Computed(plan, task)
     if task.source == RANDOM:
-        return Fresh(plan, task)
+        return Random(plan, task)
     if task.tensor.is_copied and not task.is_made:
         return Stored(plan, task)
     if is_norm:
@@ -60,7 +60,7 @@ def _patches(plan: Blueprint, task: Task) -> tuple[Patch, ...]:
         (space,) = plan.small.family.mixtures
         found.append((Split if space.asleep is None else Sleep)(plan, task, idle))
     if plan.options.method == "fresh" and not task.is_made:
-        found.append(Untrained(plan, task))
+        found.append(Fresh(plan, task))
     if upcycling and upcycling.is_copied(row) and plan.options.drop:
         found.append(Drop(plan, task))
     if upcycling and upcycling.has_noise(row):

@@ -103,7 +103,7 @@ class Baseline:
         return [torch.cat([torch.arange(a.start, a.stop) for a, _ in axis]) for axis in runs]
 
 
-class Fresh(Gather):
+class Random(Gather):
     """Random numbers as the class draws them, or the rows of a router from a file."""
 
     def build(self, read: Read, part: Part, out: Tensor, work: ops.Work) -> None:
@@ -151,7 +151,7 @@ class Fresh(Gather):
         return plan.cache.get(("centroids", key), lambda: _read(plan, upcycling, key))
 
 
-class Untrained(Patch):
+class Fresh(Patch):
     """With method="fresh": rows of new heads and units, and columns that read what is 0."""
 
     def _places(self) -> list[tuple[Tensor, Tensor]]:
@@ -458,7 +458,7 @@ def check_centroids(plan: Blueprint) -> None:
         )
     for task in plan.tasks:
         if task.source == RANDOM:
-            Fresh(plan, task).rows()
+            Random(plan, task).rows()
 
 
 def _checksum(file: Path) -> str:
