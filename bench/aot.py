@@ -35,8 +35,7 @@ from rich.console import Console
 from bench.launches.aot_cases import AotCase
 from bench.launches.sources import RAGGED_NAME, TARGETS, all_cases, options_of, source_of
 from bench.shared import harness, results, roofline
-from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS
-from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
+from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS, SHARED_LIMITS, CudaCase, cuda_cases
 from bench.shared.roofline import HotCode, estimate, read_gcn, read_sass
 from growkern.ops.backend import nvrtc
 from growkern.ops.expand.on_triton import GATHER

@@ -11,27 +11,30 @@ from growkern.rooms import doors
 
 if TYPE_CHECKING:
     from growkern.errors import GrowthError as GrowthError
-    from growkern.growth.draft.family import DraftedFamily as DraftedFamily
-    from growkern.growth.draft.family import draft_family as draft_family
+    from growkern.growth.draft.family import (
+        DraftedFamily as DraftedFamily,
+        draft_family as draft_family,
+    )
     from growkern.growth.freeze import freeze_old as freeze_old
-    from growkern.growth.grow import grow as grow
-    from growkern.growth.grow import grow_checkpoint as grow_checkpoint
-    from growkern.growth.optimizer.adamw import GrowthAdamW as GrowthAdamW
-    from growkern.growth.optimizer.adamw import decay_groups as decay_groups
+    from growkern.growth.grow import grow as grow, grow_checkpoint as grow_checkpoint
+    from growkern.growth.optimizer.adamw import (
+        GrowthAdamW as GrowthAdamW,
+        decay_groups as decay_groups,
+    )
     from growkern.growth.optimizer.clip import growth_clip_norm_ as growth_clip_norm_
     from growkern.growth.optimizer.findings import moment_findings as moment_findings
     from growkern.growth.optimizer.into import grow_optimizer_into as grow_optimizer_into
     from growkern.growth.optimizer.moments import growth_lr_multipliers as growth_lr_multipliers
     from growkern.growth.optimizer.muon import GrowthMuon as GrowthMuon
     from growkern.growth.optimizer.state import grow_optimizer as grow_optimizer
-    from growkern.growth.own_modules.widen import widen as widen
-    from growkern.growth.own_modules.widen import widening as widening
-    from growkern.growth.plan.growth_plan import GrowthPlan as GrowthPlan
-    from growkern.growth.plan.growth_plan import GrowthReport as GrowthReport
-    from growkern.growth.plan.growth_plan import plan as plan
+    from growkern.growth.own_modules.widen import widen as widen, widening as widening
+    from growkern.growth.plan.growth_plan import (
+        GrowthPlan as GrowthPlan,
+        GrowthReport as GrowthReport,
+        plan as plan,
+    )
     from growkern.growth.record.lineage import growth_plan_of as growth_plan_of
-    from growkern.growth.record.verify import VerifyReport as VerifyReport
-    from growkern.growth.record.verify import verify as verify
+    from growkern.growth.record.verify import VerifyReport as VerifyReport, verify as verify
     from growkern.growth.sharded import grow_into as grow_into
     from growkern.ops.expand.call import Routing as Routing
     from growkern.ops.expand.expand_op import expand as expand
@@ -40,24 +43,32 @@ if TYPE_CHECKING:
     from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
     from growkern.train.dataset.training_data import load_data as load_data
     from growkern.train.distributed.shard import shard as shard
-    from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport
-    from growkern.train.evaluation.evaluate import evaluate as evaluate
+    from growkern.train.evaluation.evaluate import (
+        EvaluationReport as EvaluationReport,
+        evaluate as evaluate,
+    )
     from growkern.train.loop.callbacks import ExpertBalancing as ExpertBalancing
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
-    from growkern.train.loss.inherited import count_labels as count_labels
-    from growkern.train.loss.inherited import inherited_loss as inherited_loss
+    from growkern.train.loss.inherited import (
+        count_labels as count_labels,
+        inherited_loss as inherited_loss,
+    )
     from growkern.train.model.two_stage import TwoStageConfig as TwoStageConfig
     from growkern.train.run.start import run as run
-    from growkern.train.sections import DataSection as DataSection
-    from growkern.train.sections import DistributedOptions as DistributedOptions
-    from growkern.train.sections import GrowthStep as GrowthStep
-    from growkern.train.sections import InheritanceSchedule as InheritanceSchedule
-    from growkern.train.sections import LossOptions as LossOptions
-    from growkern.train.sections import OptimizerOptions as OptimizerOptions
+    from growkern.train.sections import (
+        DataSection as DataSection,
+        DistributedOptions as DistributedOptions,
+        GrowthStep as GrowthStep,
+        InheritanceSchedule as InheritanceSchedule,
+        LossOptions as LossOptions,
+        OptimizerOptions as OptimizerOptions,
+    )
     from growkern.train.topk_teacher.served import ServedTeacher as ServedTeacher
     from growkern.train.topk_teacher.store import TeacherCache as TeacherCache
-    from growkern.train.topk_teacher.write import CacheReport as CacheReport
-    from growkern.train.topk_teacher.write import cache_teacher as cache_teacher
+    from growkern.train.topk_teacher.write import (
+        CacheReport as CacheReport,
+        cache_teacher as cache_teacher,
+    )
 
     __version__: str
 

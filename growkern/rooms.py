@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-IMPORT = re.compile(r"^    from (growkern\.\S+) import (.+)$", re.MULTILINE)
+IMPORT = re.compile(r"^    from (growkern\.\S+) import (\([^)]*|.+)$", re.MULTILINE)
+NAME = re.compile(r"(?:^|[(,])\s*(\w+)")
 
 
 def doors(file: str) -> dict[str, str]:
-    """The module of each name that an `__init__` imports for type checkers, one line an import."""
-    lines = IMPORT.findall(Path(file).read_text(encoding="utf-8"))
-    return {name.split()[0]: module for module, names in lines for name in names.split(",")}
+    """The module of each name that an `__init__` imports for type checkers."""
+    found = IMPORT.findall(Path(file).read_text(encoding="utf-8"))
+    return {name: module for module, names in found for name in NAME.findall(names)}
 
 
 def opener(room: str, file: str) -> Callable[[str], Any]:

@@ -51,8 +51,7 @@ def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str,
     """Every step-th case from the first one on, of those whose name `only` matches."""
     from bench.launches.cases import all_cases, once
     from bench.launches.driver import absent_gpu
-    from bench.launches.sources import all_cases as listed_cases
-    from bench.launches.sources import is_same, source_of
+    from bench.launches.sources import all_cases as listed_cases, is_same, source_of
 
     torch.set_num_threads(1)
     tables = [(case, source_of(case)) for case in listed_cases()]

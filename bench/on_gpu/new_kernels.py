@@ -25,8 +25,7 @@ from growkern.ops.expand import many, on_triton
 from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.expand_op import expand
 from growkern.ops.expand.hashes import line_keys
-from growkern.ops.loss.rows import on_triton as rows_twice
-from growkern.ops.loss.rows import once_on_triton as rows_once
+from growkern.ops.loss.rows import on_triton as rows_twice, once_on_triton as rows_once
 from growkern.ops.loss.rows.once_on_triton import LEAST_COLUMNS, VARIABLE
 from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import Rows, Steps, n_numbers

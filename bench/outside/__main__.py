@@ -38,8 +38,7 @@ import torch
 from bench.outside.models import EXPECTED, FAMILIES, FURTHER, GROWTHS, make
 from bench.outside.runtimes import PACKAGES, RUNTIMES
 from bench.shared.harness import parser_of
-from bench.shared.results import RESULTS, machine, write
-from bench.shared.results import read as read_result
+from bench.shared.results import RESULTS, machine, read as read_result, write
 from bench.shared.tables import LARGEST
 
 TOGETHER = ("transformers", "ctranslate2", "onnxruntime")

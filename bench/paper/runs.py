@@ -32,8 +32,7 @@ from bench.paper.settings import Setting
 from bench.paper.systems import SYSTEMS, run_of, untrained_models
 from bench.shared.results import append_row, git_facts, machine, read_rows
 from examples import finetune
-from growkern import grow
-from growkern import run as train
+from growkern import grow, run as train
 from growkern.cli.app import silence_transformers
 from growkern.cli.training import cache_teacher
 from growkern.errors import GrowthError

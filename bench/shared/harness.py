@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.shared import results
-from bench.shared.results import ROOT, cell
-from bench.shared.results import machine as machine
+from bench.shared.results import ROOT, cell, machine as machine
 
 # Zeroed before every timed call on a GPU. This empties its cache (60 MB).
 FLUSH_BYTES = 1 << 30

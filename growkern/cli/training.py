@@ -169,8 +169,7 @@ def cache_teacher(
     }
     if (given := {name: value for name, value in of_run.items() if value is not None}) and run:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
-    from growkern.train.topk_teacher import cache_teacher as make
-    from growkern.train.topk_teacher import check_cache_options, check_place
+    from growkern.train.topk_teacher import cache_teacher as make, check_cache_options, check_place
 
     # before the data is read, which may take hours. A run file is checked when it is read
     heat = 1.0 if temperature is None else temperature

@@ -26,8 +26,14 @@ from growkern.arguments import (
 )
 from growkern.errors import GrowthError, nearest
 from growkern.growth.options import ROUTERS, GrowthOptions, Moments
-from growkern.ops.loss import KL_OPTIONS, LABEL_OPTIONS, Divergence, KLRows, Tail
-from growkern.ops.loss import LIMITS as LOSS_LIMITS
+from growkern.ops.loss import (
+    KL_OPTIONS,
+    LABEL_OPTIONS,
+    LIMITS as LOSS_LIMITS,
+    Divergence,
+    KLRows,
+    Tail,
+)
 from growkern.train.file_rules import OF_BARE_ROWS
 from growkern.train.rules import check
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from bench.fuzz_exactness import __main__ as command
-from bench.fuzz_exactness import check as checks
+from bench.fuzz_exactness import __main__ as command, check as checks
 from bench.fuzz_exactness.cases import Case, draw
 from bench.fuzz_exactness.check import check
 from growkern.families.model import ModelSpec

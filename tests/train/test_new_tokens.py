@@ -14,8 +14,7 @@ import transformers
 from torch.nn import functional as F
 
 import growkern
-from growkern import InheritanceSchedule, ServedTeacher, TeacherCache, TwoStageTrainer
-from growkern import run as train
+from growkern import InheritanceSchedule, ServedTeacher, TeacherCache, TwoStageTrainer, run as train
 from growkern.errors import GrowthError
 from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.objectives.language_modeling import CausalLMCollator

@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from testbed import warm
 from testbed.forked_ranks import on_ranks
 from testbed.tiny import MEASURED, Batches

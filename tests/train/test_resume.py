@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
-from transformers import trainer as trainer_of_transformers
+from transformers import TrainingArguments, trainer as trainer_of_transformers
 
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer

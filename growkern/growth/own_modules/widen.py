@@ -24,8 +24,7 @@ from growkern.growth.models import class_of
 from growkern.growth.own_modules import layers
 from growkern.growth.own_modules.trial import Comparison, compare
 from growkern.growth.source import refuse_computed
-from growkern.growth.space import copies as of_copies
-from growkern.growth.space import cyclic
+from growkern.growth.space import copies as of_copies, cyclic
 from growkern.ops.expand import Routing, expand
 from growkern.package import DOCS
 

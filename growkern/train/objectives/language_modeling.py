@@ -18,8 +18,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
-)
-from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ_TO_SEQ,
 )
 

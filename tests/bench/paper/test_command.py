@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import growkern
-from bench.paper import __main__ as command
-from bench.paper import page
+from bench.paper import __main__ as command, page
 from bench.paper.compare import of_text, save
 from bench.paper.corpus import HASH, prepare, split
 from bench.paper.pictures import drawn_lines

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from bench.paper import __main__ as command
-from bench.paper import plans, runs
+from bench.paper import __main__ as command, plans, runs
 from bench.paper.jobs import RATE_SEED, SOURCE
 from bench.paper.plans import TABLES, lines_of
 from bench.paper.runs import to_toml

@@ -18,8 +18,7 @@ from growkern.growth.optimizer.moments import starts_at_zero
 from testbed.families import PYTHIA, ROTARY
 from testbed.models import BERT, GPT2, LLAMA, Float64Everywhere, images, random_model
 from testbed.relatives import RELATIVES
-from tests.growth.plan.test_families import CASES as FAMILIES
-from tests.growth.plan.test_families import HEAD_DIM
+from tests.growth.plan.test_families import CASES as FAMILIES, HEAD_DIM
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 # new entries of a padded stream learn from the first step on, which the source's do not

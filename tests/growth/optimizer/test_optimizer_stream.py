@@ -14,8 +14,7 @@ import transformers
 import growkern
 from growkern.growth import grow as grow_module
 from growkern.growth.disk import checksums
-from growkern.growth.optimizer import file as file_module
-from growkern.growth.optimizer import into
+from growkern.growth.optimizer import file as file_module, into
 from growkern.growth.optimizer.file import archive_size, check_archive, write_archive
 from growkern.publish import workplace
 from testbed import warm

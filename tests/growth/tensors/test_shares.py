@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.growth_plan import plan

@@ -1,8 +1,7 @@
 """Properties of `expand` for random shapes, maps, dtypes and strides."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from growkern.ops.expand.call import DTYPES
 from growkern.ops.expand.expand_op import expand, folded

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from growkern.ops.backend import native
-from growkern.ops.loss.linear import heads as heads_module
-from growkern.ops.loss.linear import linear_op
+from growkern.ops.loss.linear import heads as heads_module, linear_op
 from growkern.ops.loss.linear.gemm import AVX512, _tiles, gemm_on_cpu, has_bfloat16, multiplies
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss.loss_inputs import relative_error

@@ -22,8 +22,7 @@ from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_on_triton
-from growkern.ops.loss.linear import gemm, linear_op
-from growkern.ops.loss.linear import heads as heads_module
+from growkern.ops.loss.linear import gemm, heads as heads_module, linear_op
 from growkern.ops.loss.linear.heads import Head, HeadSettings, Sizes, held_rows
 from growkern.ops.loss.rows import once_on_triton
 from growkern.ops.loss.rows.inputs import row_kinds, term_weights

@@ -8,8 +8,7 @@ import numpy as np
 import torch.distributed as dist
 import transformers
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.train.dataset import cache
 from testbed.tiny import VOCAB
 from tests.train.distributed import run_ranks

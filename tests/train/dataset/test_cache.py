@@ -12,8 +12,7 @@ import pytest
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
 from growkern.publish.calls import Lock, lock_file_of
-from growkern.train.dataset import cache
-from growkern.train.dataset import training_data as loading
+from growkern.train.dataset import cache, training_data as loading
 from growkern.train.dataset.records import Reader
 from growkern.train.dataset.training_data import load_data
 from growkern.train.sections import DataSection

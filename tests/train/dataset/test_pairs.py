@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern import run as train
+from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer, run as train
 from growkern.train.dataset.training_data import load_data
 from growkern.train.sections import DataSection
 from testbed.tiny import arguments, build

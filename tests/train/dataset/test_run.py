@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.errors import GrowthWarning
 from growkern.train.run import start as module
 from growkern.train.run.arguments import OWNED, REFUSED, checked_arguments, reports_of

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import growkern
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.cli.commands import app
 from growkern.train.run.file import load_run
 from growkern.train.safety.export import export

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from growkern import TwoStageTrainer
-from growkern import run as train
+from growkern import TwoStageTrainer, run as train
 from growkern.train.loop import setup
 from testbed.forked_ranks import on_ranks
 from tests.train.growth.ranks import FILE

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import growkern
-from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageTrainer
-from growkern import run as train
+from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageTrainer, run as train
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.plan import plan_growth
 from growkern.growth.record.lineage import growth_plan_of

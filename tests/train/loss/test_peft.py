@@ -13,8 +13,8 @@ from growkern import (
     inherited_loss,
     kl_mlm_loss,
     plan,
+    run as train,
 )
-from growkern import run as train
 from testbed.tiny import Batches, arguments, batch, build, randomise
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 

@@ -19,8 +19,8 @@ from growkern import (
     TwoStageTrainer,
     cache_teacher,
     inherited_loss,
+    run as train,
 )
-from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.distributed.shards import create_optimizer_state
 from growkern.train.loop.checks import check_accelerator

@@ -7,8 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.objectives import MODELS, make_model
-from growkern import GrowthError, inherited_loss
-from growkern import TwoStageTrainer as Trainer
+from growkern import GrowthError, TwoStageTrainer as Trainer, inherited_loss
 from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import find_stacks
 from testbed.tiny import arguments

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from examples import objectives as example
 from examples.objectives import MODELS
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.plot.curves import read_curve
 from tests.train.objectives.places import place_of
 

@@ -13,13 +13,18 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertForMaskedLM
 
-from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern import run as train
+from growkern import (
+    GrowthError,
+    GrowthStep,
+    InheritanceSchedule,
+    TwoStageConfig,
+    TwoStageTrainer,
+    run as train,
+)
 from growkern.errors import GrowthWarning
 from growkern.train import rules
 from growkern.train.loop.checks import length_of_run, steps_per_epoch
-from growkern.train.run import resolve as resolving
-from growkern.train.run import start
+from growkern.train.run import resolve as resolving, start
 from growkern.train.run.file import load_run
 from growkern.train.run.resolve import resolve
 from testbed.tiny import VOCAB, arguments, build

@@ -10,8 +10,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.plot.curves import read_curve, runs_in
 from growkern.plot.roles import arrange
 from growkern.publish.calls import locked

@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.publish.calls import LOCK_FILE
 
 # what Python reports before it does them; writes of C++ and Rust code are hit at random moments

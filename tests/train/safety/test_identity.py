@@ -5,8 +5,7 @@ import os
 import pytest
 import torch
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.train.dataset import cache as fingerprints
 from growkern.train.dataset.cache import MOST_READ, fingerprint
 from growkern.train.run.resolve import changes

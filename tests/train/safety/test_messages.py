@@ -12,8 +12,7 @@ import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.cli.main import main as command
 from growkern.errors import GrowthWarning, human, warn
 from growkern.train.run.start import resume_command

@@ -5,8 +5,7 @@ import torch
 import transformers
 
 import growkern
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.errors import GrowthWarning
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import assert_same, small_model, small_trainer, weights_of

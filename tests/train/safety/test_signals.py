@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerState
 
-from growkern import GrowthError
-from growkern import run as train
+from growkern import GrowthError, run as train
 from growkern.train.loop import growing
 from growkern.train.run.start import _train_from
 from growkern.train.safety.checkpoints import checkpoints_in, damage

@@ -6,8 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
-from growkern import run as train
+from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer, run as train
 from growkern.cli.commands import app
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher

@@ -10,8 +10,14 @@ import transformers
 from typer.testing import CliRunner
 
 import growkern.train.run.start as run_module
-from growkern import GrowthError, InheritanceSchedule, ServedTeacher, TeacherCache, TwoStageTrainer
-from growkern import run as train
+from growkern import (
+    GrowthError,
+    InheritanceSchedule,
+    ServedTeacher,
+    TeacherCache,
+    TwoStageTrainer,
+    run as train,
+)
 from growkern.cli.commands import app
 from growkern.train.loss.batches import first_examples
 from growkern.train.topk_teacher import http

@@ -17,8 +17,7 @@ from growkern.publish.manifest import write_manifest
 from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
-from growkern.train.topk_teacher import computed, store
-from growkern.train.topk_teacher import write as writer
+from growkern.train.topk_teacher import computed, store, write as writer
 from growkern.train.topk_teacher.store import BITS_AT_ONCE, pack_ids, unpack_ids, write_tensors
 from growkern.train.topk_teacher.teacher import rows_of
 from testbed.tiny import VOCAB, TinyTokenizer, build, is_causal
