@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-IMPORT = re.compile(r"^    from (growkern\.\S+) import (\([^)]*|.+)$", re.MULTILINE)
+IMPORT = re.compile(r"^    from (growkern\.\S+) import (\([^)]*\)|.+)$", re.MULTILINE)
 NAME = re.compile(r"(?:^|[(,])\s*(\w+)")
 
 

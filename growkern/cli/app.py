@@ -48,8 +48,7 @@ def checkpoint_there(path: Path) -> Path:
     if not os.path.exists(path):
         refuse_other_names(str(path))
     # a Path has lost the ./ that it was typed with
-    is_path = os.path.exists(path) or f"./{path}" in sys.argv
-    if is_path or not is_hub_name(str(path)):
+    if os.path.exists(path) or f"./{path}" in sys.argv or not is_hub_name(str(path)):
         config_directory(path)
     return path
 

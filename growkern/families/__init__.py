@@ -8,11 +8,10 @@ from growkern.rooms import opener
 if TYPE_CHECKING:
     from growkern.families.family import Family, field_faults, growable_fields, inner, NORM_KINDS
     from growkern.families.model import known_class, known_type, ModelSpec, Names
-    from growkern.families.spec import ANY, condition_of, Dense, follow_layers, FOLLOWING, holds
-    from growkern.families.spec import is_met, parse_scale, Row, SpaceSpec, TensorSpec, unfollowed
-    from growkern.families.spec import value_of
-    from growkern.families.table_files import dense_families, load_family, own_family, read_family
-    from growkern.families.table_files import refuse_other_mixture, supported_families
+    from growkern.families.spec import (ANY, condition_of, Dense, follow_layers, FOLLOWING, holds,
+        is_met, parse_scale, Row, SpaceSpec, TensorSpec, unfollowed, value_of)
+    from growkern.families.table_files import (dense_families, load_family, own_family, read_family,
+        refuse_other_mixture, supported_families)
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

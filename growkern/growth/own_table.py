@@ -312,7 +312,7 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
     if "head_dim" in family.config:
         # the indexer of DeepSeek-V3.2 has no smaller heads
         sizes["head_dim"] = min(spec.size("head_dim"), HEAD_DIM)
-    sizes |= {"kv_heads": KEY_HEADS if grouped else HEADS}
+    sizes["kv_heads"] = KEY_HEADS if grouped else HEADS
     sizes |= {key: min(spec.size(key), layers) for key in stacks}
     named = {own.field: key for key, own in family.config.items() if own.field}
     for key, own in family.config.items():

@@ -135,8 +135,7 @@ def overview(axes: Any) -> None:
     points = axes.transAxes.inverted().transform(paths)
     left, below = NUMBERS
     for x, y, w, h in ((x - w, y - h, w, h) for w, h in SIZES for x, y in ENDS):
-        room = Bbox.from_bounds(x - left, y - below, w + left, h + below)
-        if not room.count_contains(points):
+        if not Bbox.from_bounds(x - left, y - below, w + left, h + below).count_contains(points):
             break
     else:
         return
@@ -171,8 +170,7 @@ def draw_mark(axes: Any, mark: float, name: str) -> None:
         text.set(va=va, position=(0, -4 if va == "top" else 4))
         text.xy = (along, mark)
         box = text.get_window_extent(renderer)
-        is_in = box.x1 <= room.x1 and room.y0 <= box.y0
-        if is_in and not box.count_contains(paths):
+        if box.x1 <= room.x1 and room.y0 <= box.y0 and not box.count_contains(paths):
             return
 
 

@@ -7,10 +7,10 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.publish import manifest, workplace
-    from growkern.publish.calls import delete, Held, Lock, LOCK_FILE, lock_file_of, locked
-    from growkern.publish.calls import make_folder, move, open_ours
-    from growkern.publish.manifest import damage_of, differences, MANIFEST, read_manifest
-    from growkern.publish.manifest import recorded_in, why_kept, write_manifest
+    from growkern.publish.calls import (delete, Held, Lock, LOCK_FILE, lock_file_of, locked,
+        make_folder, move, open_ours)
+    from growkern.publish.manifest import (damage_of, differences, MANIFEST, read_manifest,
+        recorded_in, why_kept, write_manifest)
     from growkern.publish.workplace import check_space
 # fmt: on
 

@@ -195,8 +195,7 @@ def _files(directory: Path) -> Iterator[Path]:
     """All files, links and empty folders, those of folders too."""
     for place, folders, files in os.walk(directory, onerror=_raise):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        for name in sorted([*files, *links]):
-            yield Path(place, name)
+        yield from (Path(place, name) for name in sorted([*files, *links]))
         if not folders and not files and Path(place) != directory:
             yield Path(place)
 

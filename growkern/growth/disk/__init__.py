@@ -6,13 +6,12 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.growth.disk.checksums import are_stored, CHECKSUMS_FILE, verify_checksums
-    from growkern.growth.disk.checksums import write_checksums
-    from growkern.growth.disk.companions import complete_config, copy_companions, read_modules
-    from growkern.growth.disk.companions import write_companions, write_modules
-    from growkern.growth.disk.staging import check_space, check_target, delete_staging, is_unedited
-    from growkern.growth.disk.staging import Journal, may_replace, read_card, refusing
-    from growkern.growth.disk.staging import stamped
+    from growkern.growth.disk.checksums import (are_stored, CHECKSUMS_FILE, verify_checksums,
+        write_checksums)
+    from growkern.growth.disk.companions import (complete_config, copy_companions, read_modules,
+        write_companions, write_modules)
+    from growkern.growth.disk.staging import (check_space, check_target, delete_staging,
+        is_unedited, Journal, may_replace, read_card, refusing, stamped)
     from growkern.growth.disk.stream import lay_out, ShardLayout, Stream
 # fmt: on
 

@@ -194,8 +194,7 @@ def _unchanged(
             continue
         elif key in saved or key in before:
             # null means a default that may follow from the sizes
-            is_same = key in saved and key in before and saved[key] == before[key]
-            if is_same and value is not None:
+            if key in saved and key in before and saved[key] == before[key] and value is not None:
                 kept[key] = value
         else:
             # other names of sizes, such as num_hidden_layers of BART

@@ -69,8 +69,7 @@ def widening(source: Shape, target: Shape, *, reads: bool = True, fused: int = 1
         channels = cyclic(source[1], target[1])
         result["cols"] = (channels[:, None] * places + torch.arange(places)).flatten()
         if reads:
-            shares = of_copies(result["cols"], source[1] * places)
-            result["routing"] = Routing(1, shares.copies)
+            result["routing"] = Routing(1, of_copies(result["cols"], source[1] * places).copies)
     return result
 
 

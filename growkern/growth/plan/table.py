@@ -109,12 +109,11 @@ def _growing(numbers: Mapping[str, Any], verbose: bool) -> list[Text]:
         f"{of['stream_peak_bytes']} of memory besides PyTorch"
     ]
     if verbose:
-        seconds = numbers["expand_seconds"]
-        lines.append(f"  expanding the weights alone, on this CPU: {seconds:.2g} s")
-        lines.append(
+        lines += [
+            f"  expanding the weights alone, on this CPU: {numbers['expand_seconds']:.2g} s",
             f"  growing into a model, each process: {of['rank_bytes']} of weights, "
-            f"{of['rank_peak_bytes']} at the peak"
-        )
+            f"{of['rank_peak_bytes']} at the peak",
+        ]
     return [Text(line) for line in lines]
 
 

@@ -34,8 +34,8 @@ BY_LAYER = "per_layer_config"
 def followed_fields(family: Family) -> tuple[str, ...]:
     """Config fields that users do not set: they follow from the sizes and the source's config."""
     averaged = (str(space.averaged) for space in family.mixtures if space.averaged)
-    by_layer = (*family.per_layer, *family.conditional(*FOLLOWING))
-    return (*by_layer, *averaged, "rope_parameters")
+    conditional = family.conditional(*FOLLOWING)
+    return (*family.per_layer, *conditional, *averaged, "rope_parameters")
 
 
 def unread_in(small: ModelSpec) -> list[str]:
@@ -111,8 +111,7 @@ def finish_target(
     if large.short_cache:
         config.use_cache = False
     finished = small.with_config(config)
-    is_default = config._experts_implementation in (None, "grouped_mm")
-    if is_default and not _can_group(finished, dtype):
+    if config._experts_implementation in (None, "grouped_mm") and not _can_group(finished, dtype):
         config._experts_implementation = "eager"
     _validate(small, finished)
     return finished

@@ -7,11 +7,11 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.growth.record.compare import compare_outputs, planned_error
-    from growkern.growth.record.lineage import DTYPES, growth_plan_of, GrowthSettings, identity
-    from growkern.growth.record.lineage import keep_lineage, lineage_text, misfit, plan_of_source
-    from growkern.growth.record.lineage import source_files, unknown_growth, write_lineage
-    from growkern.growth.record.save import card_text, record_when_saved
-    from growkern.growth.record.save import recorded_card, write_card
+    from growkern.growth.record.lineage import (DTYPES, growth_plan_of, GrowthSettings, identity,
+        keep_lineage, lineage_text, misfit, plan_of_source, source_files, unknown_growth,
+        write_lineage)
+    from growkern.growth.record.save import (card_text, record_when_saved, recorded_card,
+        write_card)
     from growkern.growth.record.verdict import measured_level, PLANNED_ERROR
 # fmt: on
 

@@ -436,7 +436,6 @@ def _largest_difference(new: Tensor, old: Tensor, failing: Tensor, least: float 
 def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tuple[Tensor, Tensor]:
     """Logits of every step, (batch, steps, vocabulary), and the tokens with their prompts."""
     prompts = prompts.to(model.device)
-    how = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "num_beams": 1}
     output = model.eval().generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -444,7 +443,10 @@ def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tupl
         use_cache=has_cache,
         return_dict_in_generate=True,
         output_logits=True,
-        **how,
+        max_new_tokens=steps,
+        min_new_tokens=steps,
+        do_sample=False,
+        num_beams=1,
     )
     return torch.stack(output.logits, 1).double().cpu(), output.sequences.cpu()
 

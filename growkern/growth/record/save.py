@@ -58,8 +58,7 @@ def _choices(plan: GrowthPlan, settings: GrowthSettings) -> dict[str, Any]:
     result: dict[str, Any] = {
         field: new for field, (old, new) in plan.size_changes().items() if old != new
     }
-    asked = replace(plan.options, stream="auto")
-    stream = with_stream(asked, plan.small, plan.large).stream
+    stream = with_stream(replace(plan.options, stream="auto"), plan.small, plan.large).stream
     chosen = {name: getattr(plan.options, name) for name in ("method", "scheme")}
     # what "auto" stands for depends on these two
     default = GrowthOptions(stream=stream, **chosen)

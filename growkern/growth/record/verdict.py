@@ -75,8 +75,7 @@ def measured_level(
     if failed := [name for name in beyond if not math.isfinite(errors[name])]:
         return "changed", f"{WORDS[failed[0]]} by {errors[failed[0]]}: the grown model fails"
     name = beyond[0]
-    changed = [finding for finding in plan.findings if finding.level == "changed"]
-    if not changed:
+    if all(finding.level != "changed" for finding in plan.findings):
         word = "exact" if plan.exact else f"approximate within {allowed[name]:.1e}"
         return "changed", f"planned {word}, but {WORDS[name]} by {errors[name]:.1e}"
     if lost := unasked_change(plan):

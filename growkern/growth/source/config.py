@@ -205,8 +205,7 @@ def check_names(file: Path, data: dict[str, Any], config_class: type) -> None:
         is_method = callable(getattr(config_class, name, None))
         if is_method or name.startswith("__") or name in OF_THE_CLASS:
             raise GrowthError(f"{file}: {reprlib.repr(name)} is no field of a config: remove it")
-        is_config = isinstance(value, dict) and ("model_type" in value or name.endswith("_config"))
-        if is_config:
+        if isinstance(value, dict) and ("model_type" in value or name.endswith("_config")):
             check_names(file, value, config_class)
 
 

@@ -199,8 +199,7 @@ class DistributedTensor(StoredTensor):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of the first axis."""
-        runs = [[(start, stop)], *([(0, n)] for n in self.shape[1:])]
-        return self.read_runs(runs)[start:stop]
+        return self.read_runs([[(start, stop)], *([(0, n)] for n in self.shape[1:])])[start:stop]
 
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         """The tensor, undefined outside the wanted entries of every axis."""

@@ -340,8 +340,7 @@ def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
     """
     if not directory.is_dir():
         return
-    for name in format_of(directory).files(directory):
-        yield directory / name, True
+    yield from ((directory / name, True) for name in format_of(directory).files(directory))
     is_above = (directory / METADATA_FILE).is_file() and not (directory / CONFIG_FILE).is_file()
     place = directory.parent if is_above else directory
     small = [place / name for name in (CONFIG_FILE, GENERATION_FILE, LINEAGE_FILE, MODULES_FILE)]

@@ -7,14 +7,13 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.growth.space.layout import Layer, Layout
-    from growkern.growth.space.ways import check_copies, check_layer_kinds, computed_head_dim
-    from growkern.growth.space.ways import copies_of, depth_of_sleep, followers, is_undeclared
-    from growkern.growth.space.ways import keep_choice, layers_of, period_of, refuse_unportable
-    from growkern.growth.space.ways import repetition_of, way_of, way_of_experts, whole_depths
-    from growkern.growth.space.spaces import copies, cyclic, generator, pair_step, partial_sums
-    from growkern.growth.space.spaces import rank_in_group, rotary_entries, Space, take_shares
-    from growkern.growth.space.upcycling import class_that_became, is_output
-    from growkern.growth.space.upcycling import mixture_config, mixture_of, upcycled, Upcycling
+    from growkern.growth.space.ways import (check_copies, check_layer_kinds, computed_head_dim,
+        copies_of, depth_of_sleep, followers, is_undeclared, keep_choice, layers_of, period_of,
+        refuse_unportable, repetition_of, way_of, way_of_experts, whole_depths)
+    from growkern.growth.space.spaces import (copies, cyclic, generator, pair_step, partial_sums,
+        rank_in_group, rotary_entries, Space, take_shares)
+    from growkern.growth.space.upcycling import (class_that_became, is_output, mixture_config,
+        mixture_of, upcycled, Upcycling)
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

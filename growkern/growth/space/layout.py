@@ -168,8 +168,7 @@ class Layout:
     def _index(self, spec: SpaceSpec, layer: Layer, source: int, target: int) -> Tensor:
         """The index map that the options ask for, (target,) int64."""
         if self.options.scheme == "paper":
-            key = ("map", spec.kind, spec.heads or spec.size, layer)
-            rng = generator(self.options.seed, *key)
+            rng = generator(self.options.seed, "map", spec.kind, spec.heads or spec.size, layer)
             return uniform(source, target, rng)
         if self.options.maps == "balanced" and spec.kind != "heads":
             # the spaces before and after an inner norm have one map
@@ -223,8 +222,7 @@ class Layout:
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
         power, is_rounded, size = parse_scale(row.scale)
-        sizes = torch.tensor(self.sizes(size), dtype=torch.float64)
-        old, new = sizes ** abs(power)
+        old, new = torch.tensor(self.sizes(size), dtype=torch.float64) ** abs(power)
         if is_rounded:
             old, new = (x.to(d) for x, d in zip((old, new), self.dtypes, strict=True))
         ratio = new.item() / old.item()
@@ -376,8 +374,7 @@ class Layout:
         """
         space, spec = self.space(name), self.family.spaces[name]
         if spec.kind != "heads" and not spec.blocks:
-            new = torch.arange(space.target) >= space.source
-            return new & (space.write_index < space.source)
+            return (torch.arange(space.target) >= space.source) & (space.write_index < space.source)
         old, heads = self.sizes(str(spec.heads or spec.size))
         number = torch.arange(heads)
         keys = spec.heads if spec.heads in self.family.key_heads else spec.keys or "kv_heads"

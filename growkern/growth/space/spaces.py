@@ -145,8 +145,7 @@ class Space:
         is_copy = (self.read_index < self.source) & ~self.is_extra & (self.read != 0)
         result = torch.tensor([0, 1]).repeat(self.target, 1)
         index = self.read_index[is_copy]
-        count = counts(index, self.source).long()
-        result[is_copy] = torch.stack([rank_in_group(index), count], 1)
+        result[is_copy] = torch.stack([rank_in_group(index), counts(index, self.source).long()], 1)
         return result
 
     def noise(self, amount: float) -> Tensor | None:

@@ -55,8 +55,7 @@ def adamw_step(
 def _supported(part: StatePart) -> tuple[str, ...]:
     """The backends that do these tensors."""
     dtype = part.value.dtype
-    is_plain = all(x.is_contiguous() and x.dtype == dtype for x in part.tensors())
-    if part.value.ndim <= 2 and is_plain:
+    if part.value.ndim <= 2 and all(x.is_contiguous() and x.dtype == dtype for x in part.tensors()):
         if dtype in (torch.float32, torch.bfloat16):
             return COMMON
         if dtype == torch.float64:

@@ -124,8 +124,7 @@ def topk_kl_mlm_rows_reference(
         # a row without the KL term has the gradient 0, even if the term would be infinite
         log_p_Nb = torch.where(kl_N[:, None], log_p_Nb, log_q_Nb.detach())
         values.append(torch.where(kl_N, divergence_reference(log_p_Nb, log_q_Nb, maths), 0))
-        is_top_Nk = log_p_Nk == log_p_Nk.amax(-1, keepdim=True)
-        top_N = torch.where(is_top_Nk, ids_Nk, vocab).amin(-1)
+        top_N = torch.where(log_p_Nk == log_p_Nk.amax(-1, keepdim=True), ids_Nk, vocab).amin(-1)
         agreement.append(((z_NV.argmax(-1) == top_N) & kl_N).to(acc))
     return alone._replace(divergences=values, agreements=agreement).stacked()
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from growkern.train.dataset.records import Reader
     from growkern.train.dataset.source import find_sources, read_text
     from growkern.train.dataset.stream import PlacingCollator, StreamReader, TokenStream
-    from growkern.train.dataset.training_data import describe_data, early_collator, load_data
-    from growkern.train.dataset.training_data import open_data, pack_text, read_data
+    from growkern.train.dataset.training_data import (describe_data, early_collator, load_data,
+        open_data, pack_text, read_data)
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

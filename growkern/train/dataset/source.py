@@ -74,8 +74,7 @@ class DataSource:
     def stream(self) -> Any:
         """The records as a `datasets.IterableDataset`."""
         if self.is_text:
-            datasets = need_datasets(f"streaming {self.name}")
-            return datasets.IterableDataset.from_generator(
+            return need_datasets(f"streaming {self.name}").IterableDataset.from_generator(
                 text_records, gen_kwargs={"files": [str(file) for file in self.files]}
             )
         return self._opened(streaming=True)

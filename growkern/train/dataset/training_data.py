@@ -281,8 +281,7 @@ def _rows_of(source: DataSource, reader: Reader, progress: bool) -> Iterator[Tok
 
     def records(shown: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Mapping[str, Any]]]:
         with plain_errors(source.name):
-            for record in shown:
-                yield None, record
+            yield from ((None, record) for record in shown)
 
     def rows() -> Iterator[Tokens]:
         every: Any = source.records()

@@ -172,8 +172,7 @@ class FlopCounter:
             return cost.train(sizes, part) + sum(teacher.forward(sizes) for teacher in every)
 
         meter.add_tokens(inputs[self.tokens].numel())
-        pairs = None if counts is None else counts.pairs
-        self._waiting.append((flops, self._sizes(inputs), pairs))
+        self._waiting.append((flops, self._sizes(inputs), None if counts is None else counts.pairs))
         for number, teacher in enumerate(teachers if apart else ()):
             sizes = self._sizes(examples_of(inputs, number))
             self._waiting.append((teacher.forward, sizes, None))

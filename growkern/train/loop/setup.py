@@ -106,8 +106,7 @@ def make_collaborators(
     check_labels(trainer.train_dataset, without(own), trainer._train_batch_size, "training")
     data = trainer.eval_dataset
     for dataset in data.values() if isinstance(data, dict) else [data]:
-        collator = without(evaluation_collator(own))
-        check_labels(dataset, collator, args.eval_batch_size, "evaluation")
+        check_labels(dataset, without(evaluation_collator(own)), args.eval_batch_size, "evaluation")
     trainer.data_collator = objective.teachers.trained(own, trainer.train_dataset)
     trainer.add_callback(
         LoopCallback(trainer.batches, meter, trainer.growths, steps, saver, objective.inheritance)

@@ -6,18 +6,15 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.train.loss.batch_rows import as_known, count_kl_rows, DECODER_MASK
-    from growkern.train.loss.batch_rows import document_starts, examples_of, LossRows, real_rows
-    from growkern.train.loss.batch_rows import real_tokens, ROW_COUNTS, RowCounts, take_rows
-    from growkern.train.loss.batch_rows import TAUGHT_BY, taught_rows, TEACHER_IDS, teacher_rows
-    from growkern.train.loss.batches import are_sent, Batches, LabelledSteps, stream_loader
-    from growkern.train.loss.batches import unchanged_random_state
-    from growkern.train.loss.inheritance import check_own_tokenizer, check_padding
-    from growkern.train.loss.inheritance import check_same_objective, check_tokenizers, Teachers
-    from growkern.train.loss.inheritance import TeachersOfSources, tokenizer_fingerprint
-    from growkern.train.loss.inherited import check_model, check_prediction, count_tokens
-    from growkern.train.loss.inherited import EvaluationSums, inputs_of, is_two_stacks
-    from growkern.train.loss.inherited import router_inputs, router_term, router_weight
+    from growkern.train.loss.batch_rows import (as_known, count_kl_rows, DECODER_MASK,
+        document_starts, examples_of, LossRows, real_rows, real_tokens, ROW_COUNTS, RowCounts,
+        take_rows, TAUGHT_BY, taught_rows, TEACHER_IDS, teacher_rows)
+    from growkern.train.loss.batches import (are_sent, Batches, LabelledSteps, stream_loader,
+        unchanged_random_state)
+    from growkern.train.loss.inheritance import (check_own_tokenizer, check_padding,
+        check_same_objective, check_tokenizers, Teachers, TeachersOfSources, tokenizer_fingerprint)
+    from growkern.train.loss.inherited import (check_model, check_prediction, count_tokens,
+        EvaluationSums, inputs_of, is_two_stacks, router_inputs, router_term, router_weight)
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -522,8 +522,7 @@ def router_term(
     tokens = real_N1.sum()
     everywhere = add_up(torch.cat([counts_E, tokens[None]]))
     shares_E = everywhere[:-1] / everywhere[-1].clamp(min=1)
-    loss = len(shares_E) * (shares_E * sums_E).sum() / len(layers) ** 2
-    return RouterTerm(loss, tokens)
+    return RouterTerm(len(shares_E) * (shares_E * sums_E).sum() / len(layers) ** 2, tokens)
 
 
 def count_tokens(batch: Mapping[str, Any]) -> Tensor:

@@ -147,8 +147,7 @@ def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
         return None
     starts_BS = torch.ones_like(positions_ABS[0], dtype=torch.bool)
     steps_ABT = positions_ABS.diff(dim=2)
-    one = len(positions_ABS) == 1
-    starts_BS[:, 1:] = steps_ABT[0] != 1 if one else (steps_ABT <= 0).all(0)
+    starts_BS[:, 1:] = steps_ABT[0] != 1 if len(positions_ABS) == 1 else (steps_ABT <= 0).all(0)
     return starts_BS
 
 

@@ -6,12 +6,9 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.train.objectives.language_modeling import CausalLMCollator, check_probability
-    from growkern.train.objectives.language_modeling import choose, Collator
-    from growkern.train.objectives.language_modeling import EpochCollator, evaluation_collator
-    from growkern.train.objectives.language_modeling import IndexedDataset, MaskedLMCollator
-    from growkern.train.objectives.language_modeling import OuterCollator, PASS
-    from growkern.train.objectives.language_modeling import SOURCE
+    from growkern.train.objectives.language_modeling import (CausalLMCollator, check_probability,
+        choose, Collator, EpochCollator, evaluation_collator, IndexedDataset, MaskedLMCollator,
+        OuterCollator, PASS, SOURCE)
     from growkern.train.objectives.spans import DenoisingCollator, SpanCorruptionCollator
 # fmt: on
 

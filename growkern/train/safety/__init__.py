@@ -6,16 +6,15 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.train.safety.checkpoints import behind_link, checkpoints_in, damage, exportable
-    from growkern.train.safety.checkpoints import last_checkpoint, MANIFEST, STATE_FILE, step_of
-    from growkern.train.safety.saving import best_checkpoint, evaluates_start, EvaluationStopped
-    from growkern.train.safety.saving import misses_evaluation, plain_hub_errors, Saver, set_dtype
-    from growkern.train.safety.saving import Stops
-    from growkern.train.safety.signals import guard_workers, INTERRUPTIONS, settle, SignalWatch
-    from growkern.train.safety.signals import Terminated
+    from growkern.train.safety.checkpoints import (behind_link, checkpoints_in, damage, exportable,
+        last_checkpoint, MANIFEST, STATE_FILE, step_of)
+    from growkern.train.safety.saving import (best_checkpoint, evaluates_start, EvaluationStopped,
+        misses_evaluation, plain_hub_errors, Saver, set_dtype, Stops)
+    from growkern.train.safety.signals import (guard_workers, INTERRUPTIONS, settle, SignalWatch,
+        Terminated)
     from growkern.train.safety.staging import close_staging, MARKER, open_staging, STAGING
-    from growkern.train.safety.steps import clip_on_cpu, OnNonfinite, own_random_numbers
-    from growkern.train.safety.steps import StepWatch
+    from growkern.train.safety.steps import (clip_on_cpu, OnNonfinite, own_random_numbers,
+        StepWatch)
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

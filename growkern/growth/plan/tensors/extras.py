@@ -96,8 +96,7 @@ def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int)
     if dim:
         return weight.double().mean(dim, keepdim=True).to(plan.sum_dtype(weight))
     mean = torch.full((1, len(weight)), 1 / len(weight), dtype=torch.float64)
-    key = ("mean", task.name, name)
-    result = plan.cache.get(key, lambda: _sum_rows(plan, name, weight, mean))
+    result = plan.cache.get(("mean", task.name, name), lambda: _sum_rows(plan, name, weight, mean))
     return result - NEW_TOKEN_MARGIN if weight.ndim == 1 else result
 
 

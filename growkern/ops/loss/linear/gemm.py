@@ -348,8 +348,7 @@ def has_bfloat16() -> bool:
 def multiplies(factor: torch.dtype, total: torch.dtype) -> bool:
     """Whether the library multiplies such factors into sums of the dtype `total`."""
     narrow = factor in (torch.float16, torch.bfloat16, torch.float32)
-    wide = total in (torch.float32, torch.float64)
-    return narrow and wide and AVX512 in native.available_isas()
+    return narrow and total in (torch.float32, torch.float64) and AVX512 in native.available_isas()
 
 
 def gemm_on_cpu(

@@ -287,8 +287,7 @@ def fit_to_dtype(
 def weighted(weight_WN: Tensor, terms_RN: Tensor) -> Tensor:
     """The loss of each row, (N,): the sum of its first W terms times their weights."""
     # 0 * inf counts as 0: a label that the student rules out costs nothing without a weight
-    product_WN = weight_WN * terms_RN[: len(weight_WN)]
-    return product_WN.masked_fill(weight_WN == 0, 0).sum(0)
+    return (weight_WN * terms_RN[: len(weight_WN)]).masked_fill(weight_WN == 0, 0).sum(0)
 
 
 def named_terms(terms_RN: Tensor) -> Terms:
