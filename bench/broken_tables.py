@@ -31,9 +31,8 @@ import transformers
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.families.family import NORM_KINDS, Family
-from growkern.families.model import ModelSpec
-from growkern.families.table_files import load_family, own_family, shipped_table
+from growkern.families import NORM_KINDS, Family, ModelSpec, load_family, own_family
+from growkern.families.table_files import shipped_table
 from growkern.growth.own_table import faults_of, first_growths
 from testbed.families import FAMILIES
 from testbed.growths import alone, at_once, grown_by, largest_error

@@ -28,8 +28,8 @@ from transformers.models.auto.modeling_auto import (
 from bench.shared.harness import measure_all, parser_of
 from bench.shared.results import RESULTS, machine, read
 from growkern.errors import GrowthError
-from growkern.families.table_files import supported_families
-from growkern.growth.draft.family import draft_family
+from growkern.families import supported_families
+from growkern.growth.draft import draft_family
 
 KINDS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
 # ESM's own has no vocabulary or padding, and the positions of ESM-1b

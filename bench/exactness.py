@@ -19,7 +19,7 @@ import torch
 import growkern
 from bench.shared import loss_measure
 from bench.shared.harness import measure_all, name_of
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from testbed.growths import alone, at_once, grown_by, largest_error
 from testbed.models import BERT, GPT2, LLAMA, random_model, relative_error
 from testbed.relatives import RELATIVES

@@ -29,8 +29,7 @@ from bench.shared import tables
 from bench.shared.harness import parser_of
 from bench.shared.pictures import READABLE, demo_table, draw_demo, draw_early
 from bench.shared.results import RESULTS, ROOT, cell, read, table, take, with_commits
-from growkern.families.family import growable_fields
-from growkern.families.table_files import load_family, supported_families
+from growkern.families import growable_fields, load_family, supported_families
 from growkern.plot.curves import first_crossing
 from growkern.plot.figure import COLORS, GREY, new_figure
 

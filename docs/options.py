@@ -8,8 +8,8 @@ into `csrc/maths.h`.
 import re
 from pathlib import Path
 
+from growkern.ops.loss import KL_OPTIONS, LABEL_OPTIONS
 from growkern.ops.loss.rows.options import Maths
-from growkern.ops.loss.rows.values import KL_OPTIONS, LABEL_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 DECLARED = ROOT / "growkern/ops/loss/rows/options.py"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from growkern.ops.backend.nvrtc import Grid, Kernel, source_folder
+from growkern.ops.backend import Grid, Kernel
+from growkern.ops.backend.nvrtc import source_folder
 
 HERE = Path(__file__).parent
 WRAPPER = """#include "{name}.cu"

@@ -1,6 +1,6 @@
 """The growths that a family's table offers: each size alone, and all at once."""
 
-from growkern.growth.space.ways import followers
+from growkern.growth.space import followers
 from testbed.models import outputs, relative_error
 
 HEADS = "entries of a head"

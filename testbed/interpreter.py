@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.backend import HAS_TRITON
 
 
 def _interpreter() -> Any:

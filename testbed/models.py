@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.models import restore_buffers
 from growkern.growth.outputs import input_names
 from growkern.growth.plan import kind_of

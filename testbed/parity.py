@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.distributed.shard import make_mesh, shard
-from growkern.train.model.sub_model import layer_stacks
+from growkern.train.model import layer_stacks
 from growkern.train.sections import DistributedOptions
 from testbed.tiny import MEASURED, Batches, arguments, build
 

@@ -7,7 +7,7 @@
 import copy
 from typing import Any
 
-from growkern.families.family import Family
+from growkern.families import Family
 from testbed.models import BERT, GPT2, IMAGE, LLAMA
 
 ENCODER = {**BERT, "layer_norm_eps": 1e-2, "pad_token_id": 1}

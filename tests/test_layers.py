@@ -114,6 +114,11 @@ def dotted(room: str) -> str:
     return f"growkern.{room}".replace("/", ".")
 
 
+@functools.cache
+def doors_of(room: str) -> dict[str, str]:
+    return doors(str(PACKAGE / room / "__init__.py"))
+
+
 def of_each(places: Iterable[Path | str]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Decorate a test of one place. It becomes one test of all: 2,600 tests cost half a minute."""
 
@@ -184,8 +189,18 @@ def test_outsiders_use_only_the_doors_of_a_room(path):
             inside = by_name(path).startswith(f"{room}/")
             if inside or layer_of(path) == "__init__" or not module.startswith(dotted(room)):
                 continue
-            is_door = module == dotted(room) and last in doors(str(PACKAGE / room / "__init__.py"))
+            is_door = module == dotted(room) and last in doors_of(room)
             assert is_door or module.endswith(f".{last}"), f"{by_name(path)} must not take {name}"
+
+
+@of_each([name for name in OURS if not name.startswith(("growkern", "tests"))])
+def test_others_take_what_has_a_door_through_it(name):
+    """A test may name the module that it is about."""
+    for imported in imported_names(OURS[name]):
+        module, _, last = imported.rpartition(".")
+        behind = [x for x in WITH_DOORS if module.startswith(f"{dotted(x)}.")]
+        known = {name: place for room in behind for name, place in doors_of(room).items()}
+        assert known.get(last) != module, f"{name} must take {last} through the door of {behind}"
 
 
 @pytest.mark.parametrize("room", WITH_DOORS)

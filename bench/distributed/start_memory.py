@@ -24,15 +24,14 @@ import transformers
 
 from bench.shared.system import reset_peak, status_mb, warm_up
 from growkern.growth.models import local_tensor
-from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
-from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.optimizer import GrowthAdamW, grow_optimizer_into
+from growkern.growth.optimizer.adamw import decay_groups
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.growth_plan import plan_growth
-from growkern.growth.source.source import open_source
+from growkern.growth.plan import plan_growth
+from growkern.growth.source import open_source
 from growkern.ops.backend import native
-from growkern.train.distributed.shards import create_optimizer_state
-from growkern.train.loop.growing import grown_model
-from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.train.distributed import create_optimizer_state
+from growkern.train.loop import TwoStageTrainer, grown_model
 from growkern.train.sections import DistributedOptions
 
 SOURCE = {

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from growkern.families.family import Family, inner
-from growkern.families.table_files import load_family, supported_families
+from growkern.families import Family, inner, load_family, supported_families
 from testbed.families import FAMILIES
 from testbed.relatives import RELATIVES, with_sizes
 

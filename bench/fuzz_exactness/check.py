@@ -15,16 +15,13 @@ import growkern
 from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
 from bench.shared.harness import largest_error
 from growkern.growth.outputs import Float64, random_inputs
-from growkern.growth.plan.bounds import add_errors
-from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.compare import planned_error, rounding_error
+from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, add_errors
+from growkern.growth.record import PLANNED_ERROR, measured_level, planned_error
+from growkern.growth.record.compare import rounding_error
 from growkern.growth.record.verdict import (
     GENERATION_ERROR,
-    PLANNED_ERROR,
     ROUNDED_LOGITS,
     ROUNDING_ERROR,
-    measured_level,
     rounding,
 )
 from testbed.models import as_stored, eager, images, random_model, takes_images

@@ -18,8 +18,7 @@ from bench.paper.models import Size
 from bench.paper.settings import Setting
 from bench.shared.harness import now
 from bench.shared.recorder import Recorder
-from growkern.train.model.flops import ModelCost, TokenCounts
-from growkern.train.model.sub_model import layer_stacks
+from growkern.train.model import ModelCost, TokenCounts, layer_stacks
 
 # the share of a run in which the rate falls; evaluations of a trunk
 FALL, EVALUATIONS = 0.2, 8

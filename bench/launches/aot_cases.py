@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from growkern.ops.adamw import on_triton as adamw
 from growkern.ops.adamw.factors import VECTORS
-from growkern.ops.backend.launch import EXACT, tl
+from growkern.ops.backend import EXACT, tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE
 from growkern.ops.expand.many import N_FIELDS, expand_many_kernel
 from growkern.ops.expand.on_triton import (

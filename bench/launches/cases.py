@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from bench.shared.inputs import OPTIONS, in_nan, make_case, make_heads, make_labels, make_logits
-from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
-from growkern.ops.adamw.step import adamw_step
+from growkern.ops.adamw import Factors, StatePart, UpdateRule, adamw_step
+from growkern.ops.expand import expand
 from growkern.ops.expand.call import ExpandCall
-from growkern.ops.expand.expand_op import expand
 from growkern.ops.expand.many import expand_many
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss

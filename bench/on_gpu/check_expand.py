@@ -25,10 +25,9 @@ from torch import Tensor
 from bench.shared.inputs import in_nan, make_case, truth_rows
 from bench.shared.llama_growth import expand_calls
 from bench.shared.recorder import Recorder, Skip, fill_new_memory
-from growkern.ops.backend import nvrtc
-from growkern.ops.backend.native import acc_torch_dtype
+from growkern.ops.backend import acc_torch_dtype, nvrtc
+from growkern.ops.expand import expand
 from growkern.ops.expand.call import ExpandCall
-from growkern.ops.expand.expand_op import expand
 from growkern.ops.expand.many import expand_many, launch_kind
 from testbed import cuda_emulator
 

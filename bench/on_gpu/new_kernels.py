@@ -21,9 +21,8 @@ from bench.launches.smoke import BARS, check_case
 from bench.shared.harness import interleaved_ms, turns_ms
 from bench.shared.inputs import make_case
 from bench.shared.recorder import Recorder, fill_new_memory
-from growkern.ops.expand import many, on_triton
-from growkern.ops.expand.call import ExpandCall, Routing
-from growkern.ops.expand.expand_op import expand
+from growkern.ops.expand import Routing, expand, many, on_triton
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.hashes import line_keys
 from growkern.ops.loss.rows import on_triton as rows_twice, once_on_triton as rows_once
 from growkern.ops.loss.rows.once_on_triton import LEAST_COLUMNS, VARIABLE

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from bench.shared.harness import now
 from bench.shared.recorder import Recorder
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
-from growkern.train.model.forward import head_inputs
-from growkern.train.model.head import align_labels, head_swap
+from growkern.train.model import align_labels, head_inputs, head_swap
 
 ALPHA, T = 0.5, 2.0
 IGNORED = -100

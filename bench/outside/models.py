@@ -181,8 +181,8 @@ def make(place: Path, families: Sequence[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     import growkern
-    from growkern.families.table_files import load_family
-    from growkern.growth.disk.companions import complete_config
+    from growkern.families import load_family
+    from growkern.growth.disk import complete_config
     from testbed.families import FAMILIES as TABLES
     from testbed.models import eager
     from testbed.relatives import RELATIVES
@@ -227,7 +227,7 @@ def make(place: Path, families: Sequence[str]) -> None:
 
 def _sizes(model: Any, times: dict[str, float]) -> dict[str, int]:
     """The sizes of a growth by the names of the config; `width` and `layers` times the source's."""
-    from growkern.families.model import ModelSpec
+    from growkern.families import ModelSpec
 
     spec = ModelSpec.of(model.config, type(model).__name__)
     keys = {"width": ["stream"], "layers": [*spec.family.stacks.values()]}

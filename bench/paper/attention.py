@@ -12,11 +12,10 @@ from torch import Tensor
 
 from bench.shared.pictures import NOTHING, name_of, recorded_growth, units_of
 from growkern.errors import GrowthError
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.source.hub import located
-from growkern.growth.source.loading import load_model
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.source import load_model, located
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_picture, new_figure, plain, save
-from growkern.train.model.language_model import load_tokenizer
+from growkern.train.model import load_tokenizer
 
 # how many fit so that tokens can be read
 MOST_HEADS, MOST_LAYERS = 8, 4

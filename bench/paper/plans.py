@@ -15,8 +15,7 @@ from bench.paper.lines import Line
 from bench.paper.models import Size
 from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import SYSTEMS, job_of
-from growkern.train.model.flops import ModelCost, TokenCounts
-from growkern.train.model.sub_model import find_stacks
+from growkern.train.model import ModelCost, TokenCounts, find_stacks
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
 # learning rate. So each length is a run of its own, whose rate falls to 0.

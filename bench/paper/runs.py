@@ -38,7 +38,7 @@ from growkern.cli.training import cache_teacher
 from growkern.errors import GrowthError
 from growkern.files import toml_lines, write_whole
 from growkern.plot.curves import read_curve
-from growkern.train.run.file import load_run
+from growkern.train.run import load_run
 from growkern.train.topk_teacher.store import read_header
 
 Call = Callable[[], float]

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from growkern.ops.backend.nvrtc import Grid, Kernel
-from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.backend import Grid, Kernel
+from growkern.ops.expand import Routing
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_cuda import launches_of
 
 FP32, BF16 = torch.float32, torch.bfloat16

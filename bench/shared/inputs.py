@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.ops.expand.call import Routing
-from growkern.ops.expand.expand_op import expand
+from growkern.ops.expand import Routing, expand
 
 IGNORED = -100
 DRIFT = 0.05

@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from growkern.ops.expand.call import Routing
-from growkern.ops.expand.expand_op import expand
+from growkern.ops.expand import Routing, expand
 
 
 def _config(*sizes: int) -> dict[str, int]:
@@ -77,7 +76,7 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     import transformers
 
     import growkern.growth.plan.tensors.tensor as apply
-    from growkern.growth.plan.growth_plan import plan
+    from growkern.growth.plan import plan
 
     source, target = SIZES[size]
     with torch.device("meta"):

@@ -11,11 +11,11 @@ from bench.shared import tables
 from bench.shared.results import read, table
 from growkern.errors import GrowthError
 from growkern.growth.history import LINEAGE_FILE
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan import GrowthPlan
 from growkern.growth.record.lineage import read_lineage, recorded_plan
-from growkern.growth.source.config import read_config
+from growkern.growth.source import read_config
 from growkern.growth.source.hub import hub_model
-from growkern.growth.space.layout import Layer
+from growkern.growth.space import Layer
 from growkern.plot.curves import HEADS, Curve, runs_by_name, savings_cells
 from growkern.plot.figure import COLORS, GREY, MARKERS, new_figure
 from growkern.plot.losses import draw as draw_losses

@@ -31,7 +31,7 @@ from bench.shared.harness import (
 )
 from bench.shared.inputs import routing_of, truth_rows
 from growkern.growth.plan.axes import RANDOM_SIGN
-from growkern.ops.expand.expand_op import expand
+from growkern.ops.expand import expand
 
 SOURCE, TARGET = 4096, 8192
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

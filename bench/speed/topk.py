@@ -25,9 +25,8 @@ from bench.paper.models import FAMILIES, Size
 from bench.shared.harness import benchmark_parser, machine, measure_all, options_of
 from bench.shared.loss_measure import gradient_error
 from examples.demo.corpus import library_files, read_corpus, train_tokenizer
-from growkern.train.dataset.training_data import pack_text
-from growkern.train.model.forward import head_inputs
-from growkern.train.model.head import align_labels
+from growkern.train.dataset import pack_text
+from growkern.train.model import align_labels, head_inputs
 from growkern.train.topk_teacher.computed import topk_of_head
 from growkern.train.topk_teacher.store import FORMAT, CacheHeader
 

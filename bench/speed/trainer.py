@@ -29,8 +29,7 @@ from torch.nn import functional as F
 from bench.paper.models import FAMILIES, Size
 from bench.shared.harness import benchmark_parser, measure_all, now, options_of
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.model.flops import ModelCost, TokenCounts
-from growkern.train.model.sub_model import layer_stacks
+from growkern.train.model import ModelCost, TokenCounts, layer_stacks
 
 ALPHA, TEMPERATURE = 0.5, 2.0
 PLAIN, OURS = "transformers.Trainer", "TwoStageTrainer"
