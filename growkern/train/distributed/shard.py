@@ -188,7 +188,8 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
         if distributed and not tensor_parallel:
             raise GrowthError(f"the {role} is tensor-parallel: {NO_TENSOR_PARALLELISM}")
         return
-    if not isinstance(model, FSDPModule):
+    is_root = isinstance(model, FSDPModule)
+    if not is_root:
         raise GrowthError(
             f"fully_shard was called on parts of the {role} only: call fully_shard({role}) after "
             "them, so that the other parameters are sharded too"

@@ -180,7 +180,8 @@ def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
         for rows in (kind[0],) if "cu_seq_lens_q" in inputs else (1, 2):
             meet = _documents_meet(model, inputs, tokens.device, rows, len(positions_ABS))
             if meet is not None:
-                known[(rows, *several)] = not meet
+                shown = (rows, *several)
+                known[shown] = not meet
     starts_BS = None if known.get(kind) else document_starts(inputs)
     if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
         return
