@@ -52,9 +52,11 @@ class Row(NamedTuple):
 def attention_maps(model: Any, tokens: Tensor) -> Tensor:
     """The attention weights of every head, (layers, heads, length, length) float32.
 
-    The model was loaded with `attn_implementation="eager"`; of an encoder-decoder model these are
-    the weights of the encoder. The tokens are (1, length) int64.
+    Of an encoder-decoder model these are the weights of the encoder. The tokens are (1, length)
+    int64.
     """
+    # the others do not make the weights
+    model.set_attn_implementation("eager")
     inputs = {"input_ids": tokens}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
@@ -93,7 +95,7 @@ def plot_attention(
     tokenizer = load_tokenizer(Path(checkpoints[0]))
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
     words = [_readable(token) for token in tokenizer.convert_ids_to_tokens(ids[0])]
-    models = (load_model(Path(c), torch.float32, attention="eager") for c in checkpoints)
+    models = (load_model(Path(c), torch.float32) for c in checkpoints)
     maps = [attention_maps(model, ids).numpy() for model in models]
     heads = maps[-1].shape[1]
     rows = _alone(maps[0]) if plan is None else paired_rows(plan)

@@ -33,19 +33,13 @@ from growkern.growth.stored import StoredTensor, refuse_adapted
 MOST_NAMED = 3
 
 
-def load_model(
-    directory: Path,
-    dtype: torch.dtype | None = None,
-    *,
-    attention: str | None = None,
-    config: Any = None,
-) -> Any:
+def load_model(directory: Path, dtype: torch.dtype | None = None, *, config: Any = None) -> Any:
     """The model of a checkpoint directory, in evaluation mode, on the CPU.
 
     Weights in fp8 with block scales or in mxfp4 are read as the numbers that they stand for.
-    `dtype` is that of the checkpoint by default, and `attention` that of transformers. What is
-    damaged or hostile is refused, and a tensor that is missing or has another shape than the config
-    says. `config` is that of the directory, if it was read already; it is not changed.
+    `dtype` is that of the checkpoint by default. What is damaged or hostile is refused, and a
+    tensor that is missing or has another shape than the config says. `config` is that of the
+    directory, if it was read already; it is not changed.
     """
     read = model_files(directory)
     stamps = [Stamps.of(file) for file in read]
@@ -55,8 +49,6 @@ def load_model(
     headers = dequantised(read_headers(directory), block, str(directory))
     refuse_eight_bits(headers)
     check_layers(directory, vars(config), len(headers))
-    if attention is not None:
-        config._attn_implementation = attention
     floating = (header.dtype for header in headers.values() if header.dtype.is_floating_point)
     dtype = dtype or config.dtype or next(floating, torch.float32)
     model = _built(directory, cls, config, dtype, headers)

@@ -49,12 +49,9 @@ class ModelCost:
 
     Args:
         stacks: its stacks of layers, from `growkern.train.model.sub_model.find_stacks`.
-        attention: implementation, as transformers calls it; None takes the one of the model.
     """
 
-    def __init__(
-        self, model: Any, stacks: Sequence[nn.ModuleList], attention: str | None = None
-    ) -> None:
+    def __init__(self, model: Any, stacks: Sequence[nn.ModuleList]) -> None:
         head = model.get_output_embeddings()
         self._row = 0 if head is None else 2 * head.weight.numel()
         seen = _Uses(model, stacks)
@@ -79,8 +76,8 @@ class ModelCost:
         self._attention = 2 * heads * sum(widths)
         # blocks shared between depths are in no stack, but attend once per depth
         self._outside_attentions = 0 if stacks else config.num_hidden_layers
-        attention = attention or getattr(config, "_attn_implementation", None) or ""
-        self._keeps_apart = "flash" in attention
+        # whether sequences that are packed into one row do not attend to each other
+        self._keeps_apart = "flash" in (getattr(config, "_attn_implementation", None) or "")
 
     def forward(self, sizes: "TokenCounts") -> float:
         """FLOPs of one forward pass of all layers without the output projection. (1)"""
@@ -154,20 +151,8 @@ class TokenCounts(NamedTuple):
     apart: int | None = None
 
     @classmethod
-    def of_rows(
-        cls,
-        batch: int,
-        length: int,
-        apart: int | None = None,
-        *,
-        decoder_length: int | None = None,
-    ) -> "TokenCounts":
-        """The counts of equal rows.
-
-        Args:
-            apart: pairs of tokens of the same sequence, if several are packed into a row.
-            decoder_length: tokens per row of a decoder beside an encoder; None takes `length`.
-        """
+    def of_rows(cls, batch: int, length: int, decoder_length: int | None = None) -> "TokenCounts":
+        """The counts of equal rows; those of a decoder beside an encoder have `decoder_length`."""
         decoder_length = length if decoder_length is None else decoder_length
         return cls(
             sequences=batch,
@@ -176,7 +161,6 @@ class TokenCounts(NamedTuple):
             pairs=batch * length**2,
             decoder_pairs=batch * decoder_length**2,
             cross_pairs=batch * length * decoder_length,
-            apart=apart,
         )
 
 
