@@ -125,11 +125,11 @@ def as_list(one_or_many: Any) -> list[Any]:
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
 
 
-def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
+def check_seed(seed: int) -> int:
     """The seed as an int, if a generator of random numbers takes it."""
-    seed = whole_number(name, seed)
-    if not 0 <= seed <= most:
-        raise GrowthError(f"{name} is {seed}: it must lie in 0 .. {most}")
+    seed = whole_number("seed", seed)
+    if not 0 <= seed <= MOST_SEED:
+        raise GrowthError(f"seed is {seed}: it must lie in 0 .. {MOST_SEED}")
     return seed
 
 

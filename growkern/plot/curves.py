@@ -179,13 +179,13 @@ def log_of(directory: Path) -> Path:
     return file
 
 
-def read_curve(directory: str | Path, name: str | None = None) -> Curve:
-    """Read the curve of a training directory, finished or not. None takes the directory's name."""
+def read_curve(directory: str | Path) -> Curve:
+    """Read the curve of a training directory, finished or not. It has the directory's name."""
     directory = Path(directory)
     file = log_of(directory)
     try:
         state = read_json(file, MOST_BYTES, "log")
-        curve = curve_of(state["log_history"], name or directory.resolve().name)
+        curve = curve_of(state["log_history"], directory.resolve().name)
         last = state.get("global_step", 0), state.get("max_steps", 0)
         curve = replace(
             curve,

@@ -99,7 +99,6 @@ def draw(
     curves: Sequence[Curve],
     out: str | Path,
     *,
-    title: str = "",
     sources: Sequence[Curve] = (),
     paired: bool = False,
 ) -> list[Group]:
@@ -148,7 +147,7 @@ def draw(
         panel.set_xlabel(f"FLOPs{scale}", fontsize=SMALL - 1.5)
     # beside others a run is named by its bar
     asked = f'Which run reaches the loss of "{plain(groups[0].title)}" with the fewest FLOPs?'
-    axes.set_title(title or (asked if below else groups[0].label), fontsize=TEXT, loc="left")
+    axes.set_title(asked if below else groups[0].label, fontsize=TEXT, loc="left")
     figure.supxlabel("\n".join(notes_on(groups)), fontsize=SMALL, x=0.01, ha="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()

@@ -334,7 +334,7 @@ def boxes(figure, axes):
 
 
 def test_names_stand_at_the_ends_and_cover_nothing(tmp_path, monkeypatch):
-    figure = drawn(monkeypatch, lambda: draw([FALLING, NEAR], tmp_path / "a.png", title="t"))
+    figure = drawn(monkeypatch, lambda: draw([FALLING, NEAR], tmp_path / "a.png"))
     main = figure.axes[0]
     assert sorted(texts(figure, "end")) == ["grown", "scratch"]
     for a, b in itertools.combinations(boxes(figure, main), 2):

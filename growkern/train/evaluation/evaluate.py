@@ -93,7 +93,8 @@ class EvaluationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; NaN becomes None."""
-        return without_nan({**vars(self), "perplexity": self.perplexity})
+        values = {**vars(self), "perplexity": self.perplexity}
+        return {k: None if isinstance(x, float) and math.isnan(x) else x for k, x in values.items()}
 
     def table(self) -> Any:
         """The report as a rich table."""
@@ -112,11 +113,6 @@ class EvaluationReport:
             add("perplexity", self.perplexity, [math.exp(min(x, 700.0)) for x in ends])
         table.add_row("labels", str(self.labels), "")
         return table
-
-
-def without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with None in place of NaN."""
-    return {k: None if isinstance(x, float) and math.isnan(x) else x for k, x in values.items()}
 
 
 class TextKeywords(TypedDict, total=False):
@@ -210,10 +206,8 @@ def _section(text: Sequence[str | Path], data: dict[str, Any]) -> DataSection:
     return DataSection(train=tuple(map(str, text)), **data)
 
 
-def opened(
-    model: Any, tokenizer: Any | None, length: int, dtype: torch.dtype | None = None
-) -> tuple[Any, Any, bool]:
-    """A model, its tokenizer, and whether the model was loaded here, in `dtype`.
+def opened(model: Any, tokenizer: Any | None, length: int) -> tuple[Any, Any, bool]:
+    """A model, its tokenizer, and whether the model was loaded here.
 
     Args:
         model: or its directory, or its name on the Hub.
@@ -227,7 +221,7 @@ def opened(
     reader = load_tokenizer(Path(place)) if isinstance(place, (str, Path)) else place
     if directory is None:
         return model, reader, False
-    model = load_language_model(directory, dtype)
+    model = load_language_model(directory)
     check_fits(directory, reader, length)
     return model, reader, True
 
