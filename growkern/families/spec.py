@@ -564,6 +564,7 @@ class Depth:
     outer_norm: str | None = None
     in_place: str | None = None
     ahead: str | None = None
+    heads: Mapping[str, str] = field(default_factory=dict)
     refuse: tuple[Refusal, ...] = ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -178,8 +177,7 @@ def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dic
 
 def _device(grown: GrowthPlan) -> torch.device:
     """The device that the grown model is built on: the source's GPU, else the CPU."""
-    device = grown.source.device
-    return device if device.type == "cuda" else torch.device("cpu")
+    return grown.source.device if grown.source.device.type == "cuda" else torch.device("cpu")
 
 
 def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
@@ -187,8 +185,8 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
     model.load_state_dict(state, strict=False, assign=True)
     tie(model, grown.large)
     model.growth_plan = grown
-    if grown.source.generation is not None:
-        model.generation_config = copy.deepcopy(grown.source.generation)
+    if (generation := grown.generation) is not None:
+        model.generation_config = generation
         fit_cache(grown.large, model.generation_config)
     # non-persistent buffers, such as rotary frequencies, are not in `state`: move them too
     model.to(_device(grown)).eval()
@@ -333,7 +331,7 @@ def _carry_out(
             stream.run(workers, progress=progress)
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
-        copied = write_companions(directory, grown.large, grown.dtype, layout, source_dir, source)
+        copied = write_companions(directory, grown, layout, source_dir)
         write_modules(grown, modules, directory)
         write_lineage(record, directory)
         if state is not None:

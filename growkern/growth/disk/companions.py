@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from growkern.errors import GrowthError, warn
-from growkern.families import Family, ModelSpec, inner, load_family, supported_families
+from growkern.families import Family, inner, load_family, supported_families
 from growkern.files import copy_file, read_json
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.plan import Blueprint
@@ -39,7 +39,6 @@ from growkern.growth.source import (
     beside_weights,
     config_directory,
     load_config,
-    read_generation,
     refuse_links_out,
     refuse_misread,
 )
@@ -88,21 +87,16 @@ def copy_companions(
 
 
 def write_companions(
-    directory: Path,
-    model: ModelSpec,
-    dtype: torch.dtype,
-    layout: ShardLayout,
-    beside: Path,
-    source: Source,
+    directory: Path, grown: Blueprint, layout: ShardLayout, beside: Path
 ) -> dict[str, str]:
     """Write config, index and companion files beside the weights in `directory`.
 
-    `beside` is the checkpoint to copy companion files from, or a subdirectory of it. `source` is
-    what the model was grown from. Returns the checksums of the files that were
-    copied, as they were read.
+    `beside` is the checkpoint to copy companion files from, or a subdirectory of it. Returns the
+    checksums of the files that were copied, as they were read.
     """
+    model, source = grown.large, grown.source
     with torch.device("meta"):
-        made = untrained_model(model, dtype)
+        made = untrained_model(model, grown.dtype)
     made.config.architectures = [model.class_name]
     try:
         made.config.save_pretrained(directory)
@@ -119,7 +113,7 @@ def write_companions(
     # a file that came since may not be whole
     names = {os.path.relpath(name, companions_of) for name in stamps.found} if stamps else None
     copied = copy_companions(companions_of, directory, only=names)
-    generation = read_generation(companions_of)
+    generation = grown.generation
     if made.can_generate() and generation is not None:
         fit_cache(model, generation)
         # written by transformers and not copied, so that `save_pretrained` gives the same bytes

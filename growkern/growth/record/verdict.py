@@ -31,7 +31,7 @@ LARGEST_EXCUSED = 0.1
 # settings of generation that decide how fast it is or what else it returns, but no token
 NO_TOKENS = {
     *("transformers_version", "use_cache", "max_cache_len", "low_memory"),
-    "return_dict_in_generate",
+    *("alignment_heads", "return_dict_in_generate"),
     *("compile_config", "disable_compile", "prefill_chunk_size", "continuous_batching_config"),
     *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
 }
@@ -113,8 +113,7 @@ def _allowed(plan: GrowthPlan, errors: Mapping[str, float], dtype: torch.dtype) 
     # a change that nobody asked for must not hide in the room for 16 bits
     noise = rounding(dtype) if unasked_change(plan) else _noise(errors, dtype)
     rounded = ROUNDING_ROOM * errors.get(ROUNDED_LOGITS, 0.0)
-    if rounded:
-        rounded = min(rounded, LARGEST_EXCUSED * math.log(plan.small.size("vocab")))
+    rounded = rounded and min(rounded, LARGEST_EXCUSED * math.log(plan.small.size("vocab")))
     tokens = sum(_bounds(plan, NEW_TOKENS)) + rounding(dtype) + rounded
     return {OUTPUT_ERROR: noise, NEW_TOKENS: tokens, GENERATION_ERROR: noise}
 

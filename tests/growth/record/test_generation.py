@@ -8,7 +8,9 @@ import transformers
 
 import growkern
 from testbed.models import BERT, GPT2, random_model
+from testbed.relatives import WHISPER
 
+TOKENS = torch.tensor([[2, 7, 9, 4]])
 WITH = {"repetition_penalty": 1.9, "suppress_tokens": list(range(40))}
 
 
@@ -34,6 +36,30 @@ def test_a_dropped_generation_config_is_no_longer_exact():
     report = growkern.verify(source, grown)
     assert not report.ok and report.level == "changed"
     assert "repetition_penalty, suppress_tokens; copy the source's" in report.failure
+
+
+@torch.no_grad()
+def test_numbers_of_layers_follow_their_layers(tmp_path):
+    """Whisper's alignment_heads, by whose scores transformers finds the time of a word."""
+    source, scores = random_model("WhisperForConditionalGeneration", WHISPER), []
+    heads = [[0, 1], [1, 2], [1, 0]]
+    source.generation_config = transformers.GenerationConfig(alignment_heads=heads, pad_token_id=0)
+    source.save_pretrained(tmp_path / "small")
+    how = {"decoder_layers": 4, "encoder_layers": 4}
+    grown = growkern.grow(source, **how)
+    growkern.grow_checkpoint(tmp_path / "small", tmp_path / "large", progress=False, **how)
+    assert growkern.verify(tmp_path / "small", tmp_path / "large").ok
+    pairs = transformers.GenerationConfig.from_pretrained(tmp_path / "large").alignment_heads
+    assert pairs == grown.generation_config.alignment_heads == [[0, 1], [2, 2], [2, 0]]
+    for model in (source, grown):
+        model.config._attn_implementation = "eager"
+        inputs = {"input_features": torch.ones(1, 5, 12).double(), "decoder_input_ids": TOKENS}
+        found = model(**inputs, output_attentions=True).cross_attentions
+        heads = model.generation_config.alignment_heads
+        scores.append(torch.stack([found[layer][0, head] for layer, head in heads]))
+    assert torch.allclose(*scores, atol=1e-12)
+    source.generation_config.alignment_heads = "none"
+    assert growkern.grow(source, **how).generation_config.alignment_heads == "none"
 
 
 def save_tokenizer(place, words, kind):
