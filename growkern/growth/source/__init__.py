@@ -7,7 +7,7 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.growth.source.config import (checked_config, is_same, load_config, read_config,
-        read_generation, refuse_misread)
+        refuse_misread)
     from growkern.growth.source.distributed import SafeReader
     from growkern.growth.source.files import (Header, read_headers, refuse_links_out, Transposed,
         weight_file)
