@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -70,14 +71,11 @@ def _checked(small: ModelSpec, asked: Sizes, sizes: Sizes) -> ModelSpec:
 
 def _first_fit(small: ModelSpec, candidates: Iterable[Sizes], make: Make) -> Sizes | None:
     """The first of some given sizes that fit together."""
-    tries = iter(range(MOST_TRIED))
-    for asked in candidates:
-        for sizes in _completions(small, asked):
-            if next(tries, None) is None:
-                return None
-            with contextlib.suppress(GrowthError):
-                make(_checked(small, asked, sizes))
-                return asked
+    tries = ((asked, sizes) for asked in candidates for sizes in _completions(small, asked))
+    for asked, sizes in islice(tries, MOST_TRIED):
+        with contextlib.suppress(GrowthError):
+            make(_checked(small, asked, sizes))
+            return asked
     return None
 
 

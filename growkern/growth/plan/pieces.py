@@ -72,9 +72,7 @@ def workers_within(plan: Blueprint, memory_limit: int) -> int:
 
 def usable_cores() -> int:
     """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def part_bytes(plan: Blueprint, ranks: int) -> int:

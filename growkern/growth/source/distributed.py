@@ -155,9 +155,7 @@ def wrong_pieces(size: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> 
         places = np.concatenate([above + np.tile(first, count), above + np.tile(last, count)])
         steps = np.concatenate([steps, -steps])
     _, inverse = np.unique(places, return_inverse=True)
-    if np.bincount(inverse, steps).any():
-        return "pieces overlap"
-    return None
+    return "pieces overlap" if np.bincount(inverse, steps).any() else None
 
 
 # prefixes of the model's tensors in a larger state dict

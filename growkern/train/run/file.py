@@ -296,9 +296,7 @@ class Run:
     @property
     def growths(self) -> tuple[GrowthStep, ...]:
         """All growths, in the order of their steps."""
-        if isinstance(self.growth, GrowthStep):
-            return (self.growth,)
-        return self.growth or ()
+        return (self.growth,) if isinstance(self.growth, GrowthStep) else self.growth or ()
 
     @property
     def first_growth(self) -> GrowthStep | None:

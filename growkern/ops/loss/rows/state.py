@@ -324,7 +324,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
         divergences.append(torch.where(kl_N, value.clamp(min=0), 0))
         agreements.append(((student.best == teacher.best) & kl_N & parts).to(value.dtype))
     mlm = mlm.masked_fill((kind_N & MLM_ROW) == 0, 0)
-    entropy = torch.zeros_like(m)
-    if parts:
-        entropy = (lse - student.moment / d).masked_fill_(kind_N == 0, 0)
+    entropy = (
+        (lse - student.moment / d).masked_fill_(kind_N == 0, 0) if parts else torch.zeros_like(m)
+    )
     return Terms(mlm, divergences, entropy, agreements).stacked()
