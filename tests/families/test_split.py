@@ -5,7 +5,7 @@ import torch
 
 import growkern
 from growkern.growth.plan import OUTPUT_ERROR, build_tensor
-from growkern.growth.plan.tensors import untrained
+from growkern.growth.plan.tensors import random_tensors
 from testbed.models import LLAMA, outputs, random_model, relative_error
 
 MIXTURE = {**LLAMA, "hidden_size": 24, "num_attention_heads": 6, "num_experts_per_tok": 2}
@@ -38,12 +38,12 @@ CASES = {
 
 
 # before a test sets another one
-OWN = untrained.SPLIT
+OWN = random_tensors.SPLIT
 
 
 def split(name, strength, monkeypatch):
-    """A source and its growth, with the rows of `untrained.SPLIT` times `strength`."""
-    monkeypatch.setattr(untrained, "SPLIT", strength)
+    """A source and its growth, with the rows of `random_tensors.SPLIT` times `strength`."""
+    monkeypatch.setattr(random_tensors, "SPLIT", strength)
     class_name, sizes, how, _ = CASES[name]
     source = random_model(class_name, sizes)
     return source, growkern.grow(source, **how)

@@ -218,7 +218,7 @@ def test_stacked_copies_get_their_own_noise():
     ],
 )
 def test_random_depth_keeps_the_layers_and_begins_new_ones_untrained(class_name, sizes, kept):
-    """New ones have the numbers of `method="random"`, see `tensors/test_untrained.py`."""
+    """New ones have the numbers of `method="random"`, see `tensors/test_random_tensors.py`."""
     source, how = random_model(class_name, sizes), {"num_hidden_layers": 5, "seed": 4}
     grown = growkern.grow(source, depth="random", **how)
     plan, old, new = grown.growth_plan, source.state_dict(), grown.state_dict()

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import growkern
 from growkern.growth import sharded
 from growkern.growth.models import persistent_buffers
-from growkern.growth.plan.tensors import untrained
+from growkern.growth.plan.tensors import random_tensors
 from growkern.growth.source.distributed import DistributedTensor
 from testbed.families import PYTHIA
 from testbed.models import BERT, GPT2, LLAMA, eager, random_model
@@ -256,7 +256,7 @@ def run_optimizers(name, found, directory, moments="grow"):
 
 def main(directory):
     # as small beside tiny tensors as it is beside large ones
-    untrained.TILE = (3, 8)
+    random_tensors.TILE = (3, 8)
     with Watch() as watch:
         dist.all_reduce(torch.ones(1))
     results = {"canary": watch.collectives}

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import growkern
-from growkern.growth.plan.tensors import untrained
+from growkern.growth.plan.tensors import random_tensors
 from growkern.growth.plan.tensors.tensor import build_tensor, kind_of
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_families import CASES
@@ -82,7 +82,7 @@ def test_seeds_tensors_and_tiles_differ():
     drawn = [[build_tensor(p, t) for t in of] for p, of in zip(plans, tasks, strict=True)]
     (first, second), again, (other, _) = drawn
     assert torch.equal(first, again[0])
-    rows, columns = untrained.TILE
+    rows, columns = random_tensors.TILE
     unrelated = [(first, second), (first, other)]
     unrelated += [(first[:rows], first[rows : 2 * rows])]
     unrelated += [(first[:, :columns], first[:, columns : 2 * columns])]
@@ -96,7 +96,7 @@ def test_seeds_tensors_and_tiles_differ():
     "class_name, sizes", [("BertForMaskedLM", BERT), ("GPT2LMHeadModel", GPT2)]
 )
 def test_any_block_has_the_bits_of_the_whole(class_name, sizes, method, monkeypatch):
-    monkeypatch.setattr(untrained, "TILE", (5, 7))
+    monkeypatch.setattr(random_tensors, "TILE", (5, 7))
     width = {"n_embd": 20} if class_name.startswith("GPT2") else {"hidden_size": 20}
     plan = grown_plan(class_name, sizes, method, **width)
     rng = torch.Generator().manual_seed(0)
@@ -112,13 +112,13 @@ def test_a_part_draws_only_its_own(monkeypatch):
     """In place of memory and time: how many numbers are asked for, and which rows are read."""
     plan = grown_plan("GPT2LMHeadModel", GPT2, "direct_copy", n_embd=1024, vocab_size=6400)
     drawn = []
-    draw = untrained._drawn
+    draw = random_tensors._drawn
 
     def counting(key, tile, cutoff):
         drawn.append(len(tile[0][1]) * len(tile[1][1]))
         return draw(key, tile, cutoff)
 
-    monkeypatch.setattr(untrained, "_drawn", counting)
+    monkeypatch.setattr(random_tensors, "_drawn", counting)
     task = plan.tasks[0]
     build_tensor(plan, task, part=(slice(640, 704), slice(0, 512)))
     assert sum(drawn) == 64 * 512
