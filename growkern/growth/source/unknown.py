@@ -33,6 +33,7 @@ OBSTACLES = (
     ("several residual streams (hyper-connections)", r"_hc\.|^hc_"),
     ("experts chosen by a token's number", "tid2eid|^num_hash_layers"),
     ("a gate on every attention head", r"self_attn\.g_proj|^use_head_wise_attn_gate"),
+    ("blocks of their own sizes", "^block_configs"),
     ("short convolutions", r"conv\.in_proj|^conv_L_cache"),
     ("inputs of its own for each layer", "per_layer_(input|emb|model|proj)"),
     ("latent attention", "kv_a_|^kv_lora_rank"),
@@ -71,16 +72,18 @@ def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tu
     of_class = _names_in_class(model_type, config) or _names_in_class(str(kind), text)
     names = _short(of_class or _names_in_files(place))
     keys = _fields_of(model_type) | dict(text)
-    unknown, likest, share = _compared(names, {k: v for k, v in keys.items() if k not in _base()})
+    # a class for text is nearer to one of the same kind
+    ending = str(config.get("architectures")).rpartition("For")[2].strip("']")
+    keys = {k: v for k, v in keys.items() if k not in _base()}
+    unknown, likest, share = _compared(names, keys, ending)
     own = _names_in_table(likest) | _fields_of(likest).keys()
     obstacles = [w for w, part in OBSTACLES if _has(part, unknown) and not _has(part, own)]
     if not obstacles and unknown:
         others = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
     obstacles = obstacles or [f"a class of its own, which may compute something else than {likest}"]
-    return "; ".join(
-        [*(f"it has {what}" for what in obstacles), f"nearest: {likest} {share}"]
-    ), likest
+    clauses = [*(f"it has {what}" for what in obstacles), f"nearest: {likest} {share}"]
+    return "; ".join(clauses), likest
 
 
 def _has(part: str, names: Iterable[str]) -> bool:
@@ -94,8 +97,8 @@ def _way(model_type: str, data: Mapping[str, Any], place: str, nearest: str) -> 
     if known_type(_text(data)) == nearest:
         return "growkern.grow grows the text alone, of a loaded model: model.get_decoder()"
     if model_type in transformers.CONFIG_MAPPING:
-        command = f"growkern family draft {shlex.quote(place)}"
-        command = command if place else "growkern.draft_family(model.config)"
+        own = "growkern.draft_family(model.config)"
+        command = f"growkern family draft {shlex.quote(place)}" if place else own
         return f"{command} writes a table of your own and checks it: {DOCS}/add_model.md"
     return (
         f"transformers {transformers.__version__} has no such class: if it computes as {nearest} "
@@ -110,22 +113,22 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(parts, config)
 
 
-def _compared(names: set[str], keys: Mapping[str, Any]) -> tuple[list[str], str, str]:
+def _compared(names: set[str], keys: Mapping[str, Any], ending: str) -> tuple[list[str], str, str]:
     """What the nearest family lacks, that family, and how much of the model it has."""
     known = {kind: _names_in_table(kind) for kind in supported_families()}
     most = max(len(names & own) for own in known.values())
     # of families with equally many of its names, one with few others and a config that is alike
-    tied = (kind for kind, own in known.items() if len(names & own) == most)
-    likest = max(tied, key=lambda kind: most / len(known[kind]) + _alike(keys, kind))
+    tied = [kind for kind, own in known.items() if len(names & own) == most]
+    same = [k for k in tied if any(name.endswith(ending) for name in load_family(k).classes)]
+    likest = max(same or tied, key=lambda kind: most / len(known[kind]) + _alike(keys, kind))
     if most:
         return (
             sorted(names - known[likest]),
             likest,
             f"({most / len(names):.0%} of its tensor names)",
         )
-    lacks = (
-        keys.keys() - _fields_of(likest).keys() - {old.field for old in load_family(likest).older}
-    )
+    older = {old.field for old in load_family(likest).older}
+    lacks = keys.keys() - _fields_of(likest).keys() - older
     used = [key for key in sorted(lacks) if keys[key] not in (None, False, 0, "", [])]
     return used, likest, f"({1 - len(lacks) / max(len(keys), 1):.0%} of its config's keys)"
 

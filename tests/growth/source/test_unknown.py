@@ -16,6 +16,13 @@ from testbed.models import random_model
 from testbed.relatives import RELATIVES
 from tests.shared import walks
 
+NAS = {
+    **{"architectures": ["DeciLMForCausalLM"], "block_configs": [{}], "hidden_size": 8},
+    **{"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "vocab_size": 128256},
+    **{"num_key_value_heads": None, "rms_norm_eps": 1e-5, "num_attention_heads": 4},
+    **{"intermediate_size": None, "max_position_embeddings": 9, "num_hidden_layers": 2},
+    **{"attention_dropout": 0.0, "pretraining_tp": 1},
+}
 HYBRID = {"hidden_size": 8, "num_attention_heads": 2, "mamba_d_state": 16}
 QWEN = transformers.Qwen3Config().to_dict() | {"rope_scaling": None}
 WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}}
@@ -52,6 +59,8 @@ LEADS_ON = r"it has [^;\n]+; nearest: \w[^;\n]* \([^;\n]+; growkern[. ][^\n]*$"
         ("vitpose_backbone", {}, r"it has experts; nearest: \w+ \(.*of its config's keys\); growk"),
         # no class: by the keys of the file
         ("nobody", HYBRID, r"it has state-space layers \(Mamba\); .*nearest: .* growkern.widen"),
+        # as nemotron-nas: a decoder, whose config has most keys of an encoder
+        ("nobody", NAS, "it has blocks of their own sizes; nearest: llama "),
         ("nobody", QWEN, r"nearest: qwen3 \(9\d% of its config's keys\); .*growkern plan /"),
     ],
 )
