@@ -1,8 +1,8 @@
 """Drafts the family table of a model from its class in transformers, and proves it by growing it.
 
-Shapes are probed on the meta device, one config field after another (`probe`). Roles follow from
-the values in a tiny float64 model (`watch`, `norms`, `matrices`). What is left, such as which
-entries of a head turn together, is searched. The check of `growkern.growth.own_table` has the last
+Shapes are probed on the meta device, one config field after another (`probe`, `sizes`). Roles
+follow from the values in a tiny float64 model (`walk`). What is left, such as which entries of a
+head turn together, is searched (`family`). The check of `growkern.growth.own_table` has the last
 word: without it a draft is never called verified.
 """
 

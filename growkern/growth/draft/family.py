@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, combinations, islice
 from typing import Any
 
 import transformers
@@ -25,14 +22,45 @@ from growkern.growth.draft.probe import small_configs
 from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import table_of
 from growkern.growth.draft.walk import Walk
-from growkern.growth.own_table import TableReport, check_family, first_growths
+from growkern.growth.own_table import SizeCheck, TableReport, check_family, first_growths
 from growkern.growth.source import described
 from growkern.package import DOCS
 
-# tables that a search tries
-MOST_TRIED = 10
 # of a growth, the worst last. Refusals say nothing of a table
 VERDICTS = ("refused", "exact", "approximate", "changed", "wrong")
+
+ROTARY = r'"positions": "rotary"[^}]*'
+# what no value shows but may be true of a table -> patterns of its JSON, all of them there, and
+# what takes their place; the likeliest first
+GUESSES = {
+    "pairs=adjacent": {ROTARY: r'\g<0>, "pairs": "adjacent"'},
+    "whole_pairs=True": {ROTARY: r'\g<0>, "whole_pairs": true'},
+    "positions follow from the number of heads": {
+        r'"attention": {"positions": "(?!rotary)': r"\g<0>",
+        r'"q_heads": ("\w+")': r'"q_heads": {"field": \1, "fixed": true}',
+    },
+    "each head has all three": {
+        r'"write:q\|k\|v"': '"write:q"',
+        '"part": "query"': '"part": "query|key|value"',
+    },
+    "units cannot carry a mean": {r', "(extra|into)": "[^"]*"': ""},
+    # each copy of an expert has its share of the probability, and so of what is added to it
+    "a bias beside probabilities of experts": {
+        r'correction_bias": {': r'\g<0>"scale": "1/experts", '
+    },
+    "what enters the head is divided by its width": {
+        r'"final": {': r'\g<0>"scale": "stream", ',
+        r'\["vocab", "read:final"\]': r'\g<0>, "scale": "stream"',
+    },
+    "blocks are divided by the root of the depth": {
+        r'\[("write:experts", )?"write:stream"[^]]*\]': r'\g<0>, "scale": "sqrt(layers)"'
+    },
+    "scores have a constant scale": {r'"scale": "head_dim"': '"scale": "constant"'},
+    "two projections lie side by side": {
+        r'"write:(\w+)\|\1"': r'"write:two_\1"',
+        r'"(\w+)": {("kind": "units",)': r'"two_\1": {\2 "size": "\1", "width": 2}, \g<0>',
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +70,8 @@ class DraftedFamily:
     Attributes:
         content: the table, as the values of its TOML.
         report: of the check, with one row for each growth of a tiny model.
-        assumed: what names or a search decided, one line each; the check confirms it.
+        assumed: what names or a search decided, one line each; the check confirms it. All else
+            was measured.
     """
 
     content: dict[str, Any]
@@ -57,46 +86,28 @@ class DraftedFamily:
     @property
     def refused(self) -> dict[str, str]:
         """Size -> why the check could not grow it, neither evenly nor unevenly."""
-        why = {name: said for name, (verdict, said) in self._sizes.items() if verdict == "refused"}
-        return {name: " ".join(said.split()) for name, said in why.items()}
+        worst = self._sizes.items()
+        return {size: " ".join(g.why.split()) for size, g in worst if g.verdict == "refused"}
 
     @property
-    def _sizes(self) -> dict[str, tuple[str, str]]:
-        """Size -> the worst verdict of its growths alone, and why. Refusals count least."""
-        found: dict[str, tuple[str, str]] = {}
-        for growth in self.report.growths:
-            if alone := re.fullmatch(r"(\S+) \d+ -> \d+", growth.sizes):
-                one = growth.verdict, growth.why
-                found[alone[1]] = max(
-                    found.get(alone[1], one), one, key=lambda pair: VERDICTS.index(pair[0])
-                )
-        return found
-
-    @property
-    def measured(self) -> tuple[str, ...]:
-        """What changed fields and the values in a tiny model showed, one line each."""
-        norm, config = self.content.get("norm", {}), self.content.get("config", {})
-        fields = (size.get("field") if isinstance(size, dict) else size for size in config.values())
-        number = sum(map(len, self.content["tensors"].values()))
-        return (
-            f"sizes, by the axes that they move: {', '.join(f for f in fields if type(f) is str)}",
-            f"what {number} kinds of tensors read and write, by the values in a tiny model",
-            f"norms, by vectors: {norm.get('kind')}, {norm.get('placement')}",
-        )
+    def _sizes(self) -> dict[str, SizeCheck]:
+        """Size -> the worst of its growths alone."""
+        growths = sorted(self.report.growths, key=lambda growth: VERDICTS.index(growth.verdict))
+        alone = ((re.fullmatch(r"(\S+) \d+ -> \d+", growth.sizes), growth) for growth in growths)
+        return {size[1]: growth for size, growth in alone if size}
 
     @property
     def _notes(self) -> list[str]:
-        """Whether the table is verified, and what is measured, assumed, refused and wrong."""
+        """Whether the table is verified, what it grows, and what is assumed, refused and wrong."""
         name, flags = next(reversed(self.content["classes"])), self.content.get("refuse", {})
         word = "verified by growing a tiny model" if self.verified else "NOT verified"
         wrong = (f"{g.sizes}: {g.why}" for g in self.report.growths if g.verdict == "wrong")
         grown = {
-            verdict: [name for name, (worst, _) in self._sizes.items() if worst == verdict]
+            verdict: [size for size, worst in self._sizes.items() if worst.verdict == verdict]
             for verdict in VERDICTS[1:-1]
         }
         return [
-            f"drafted from {name}, {word}",
-            *(f"measured: {line}" for line in self.measured),
+            f"drafted from {name}, {word}; measured, but for what is assumed",
             *(f"{word} in: {', '.join(names)}" for word, names in grown.items() if names),
             *(f"refused: {size}: {why}" for size, why in self.refused.items()),
             *(f"assumed: {line}" for line in self.assumed),
@@ -117,8 +128,7 @@ class DraftedFamily:
 
     def to_dict(self) -> dict[str, Any]:
         """The draft as JSON values."""
-        said: dict[str, Any] = {"verified": self.verified, "refused": self.refused}
-        said |= {name: list(getattr(self, name)) for name in ("assumed", "measured")}
+        said = {"verified": self.verified, "refused": self.refused, "assumed": [*self.assumed]}
         return {**said, "toml": self.toml, "check": self.report.to_dict()}
 
     def table(self) -> Any:
@@ -186,64 +196,20 @@ def class_for(config: Any) -> Any:
 
 
 def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any, TableReport, Any]:
-    """The table, or if the check calls it wrong, the first that is right with other facts."""
-    report = check_family(own_family("draft", table), config, class_name)
+    """The table with those guesses that make fewer growths wrong."""
+    report, assumed = check_family(own_family("draft", table), config, class_name), list[str]()
     wrong = {growth.sizes for growth in report.growths if growth.verdict == "wrong"}
-    guesses = [*_guesses(table, config)] if wrong else []
-    pairs = chain.from_iterable(combinations(guesses, count) for count in (1, 2))
-    for some in islice(pairs, MOST_TRIED):
-        other = json.loads(json.dumps(table))
-        for _, edit in some:
-            edit(other)
-        family = own_family("draft", other)
-        if all(g.verdict != "wrong" for g in first_growths(family, config, class_name, wrong)):
-            found = check_family(family, config, class_name)
-            if found.ok:
-                return other, found, [f"{' and '.join(why for why, _ in some)}, by a search"]
-    return table, report, ()
-
-
-def _guesses(table: dict[str, Any], config: Any) -> Iterator[tuple[str, Callable[[Any], None]]]:
-    """What no value shows but may be true of a table, and how it edits one, likeliest first."""
-
-    def fact(key: str, value: Any, section: str = "attention") -> tuple[str, Any]:
-        return f"{key}={value}", lambda table: table[section].update({key: value})
-
-    attention, text = table["attention"], json.dumps(table["tensors"])
-    if attention["positions"] == "rotary":
-        yield fact("pairs", "halves" if attention.get("pairs") == "adjacent" else "adjacent")
-        yield fact("partial", True)
-        yield fact("whole_pairs", True)
-    else:
-        # positions follow from the number of heads
-        yield fact("q_heads", {"field": table["config"]["q_heads"], "fixed": True}, "config")
-    if "write:q|k|v" in text:
-        mixed = {"kind": "heads", "heads": "q_heads", "part": "query|key|value"}
-        yield "each head has all three", partial(_in_space, "write:q|k|v", "qkv", mixed)
-    if '"carry"' in text:
-        yield "units cannot carry a mean", partial(_edit_rows, {"extra": None, "into": None}, "")
-    if "correction_bias" in text:
-        # each copy of an expert has its share of the probability, and so of what is added to it
-        shared = partial(_edit_rows, {"scale": "1/experts"}, "correction_bias")
-        yield "a bias beside probabilities of experts", shared
-    scalars = [key for key in config.to_dict() if re.search("attn.*scalar|scalar.*attn", key)]
-    scale = {"scale": "constant", **dict(zip(["field"], scalars, strict=False))}
-    yield "scores have a constant scale", lambda table: table["attention"].update(scale)
-    for axis, key in sorted({*re.findall(r'"(write:(\w+)\|\2)"', text)}):
-        pair = {"kind": "units", "size": table["spaces"][key]["size"], "width": 2}
-        yield "two projections lie side by side", partial(_in_space, axis, "gated", pair)
-
-
-def _in_space(axis: str, name: str, space: dict[str, Any], table: dict[str, Any]) -> None:
-    """Put a space in the place of an axis."""
-    text = json.dumps(table["tensors"]).replace(f'"{axis}"', f'"write:{name}"')
-    table["tensors"], table["spaces"][name] = json.loads(text), space
-
-
-def _edit_rows(facts: dict[str, Any], ending: str, table: dict[str, Any]) -> None:
-    """Give all rows whose names end so these facts; None takes one away."""
-    for name, row in chain.from_iterable(rows.items() for rows in table["tensors"].values()):
-        for one in (row if isinstance(row, list) else [row]) if name.endswith(ending) else ():
-            kept = {key: value for key, value in (one | facts).items() if value is not None}
-            one.clear()
-            one.update(kept)
+    for why, edits in GUESSES.items():
+        text = json.dumps(table)
+        if not wrong or not all(re.search(pattern, text) for pattern in edits):
+            continue
+        for pattern, new in edits.items():
+            text = re.sub(pattern, new, text)
+        growths = first_growths(own_family("draft", json.loads(text)), config, class_name, wrong)
+        left = {growth.sizes for growth in growths if growth.verdict == "wrong"}
+        if len(left) < len(wrong):
+            table, wrong = json.loads(text), left
+            assumed.append(f"{why}, by a search")
+    if assumed:
+        report = check_family(own_family("draft", table), config, class_name)
+    return table, report, assumed

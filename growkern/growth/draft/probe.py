@@ -1,30 +1,36 @@
-"""Which config field moves which axis of which tensor: a class on the meta device, field by field.
+"""A class with few units: which config field moves which axis, and what its modules compute.
 
-Nothing has memory here. The config is that of the user with few units, so the facts are those of
-the values in use.
+Shapes are those of the meta device, where nothing has memory. Values are those of a float64 model
+with random parameters. The config is that of the user, so the facts are those of the values in use.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers.initialization import no_init_weights
 
-from growkern.growth.own_table import NO_FIELDS, plain_rotary
+from growkern.errors import GrowthError, reason
+from growkern.growth.models import restore_buffers
+from growkern.growth.outputs import Float64
+from growkern.growth.own_table import NO_FIELDS, plain_rotary, randomize
 
-LAYERS = 4
+# layers of the small model, and its most parameters
+LAYERS, MOST = 4, 2e7
 # the value that growth must not meet twice: name of a field -> its value in the small model
 SMALL = (
     (r"(num_)?(hidden_)?(n_)?layers?", LAYERS),
     # not a square: whether the model rounds its root shows
     (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim", 128),
     (r"(num_|n_)?(attention_)?heads?", 4),
-    (r"num_key_value_heads|num_kv_heads|n_head_kv", 2),
-    (r"head_dim|attention_head_dim|kv_channels", 12),
     (r"ffn_dim|intermediate_size|n_inner|hidden_dim|ffn_hidden_size", 56),
     (r"(moe|shared|expert).*intermediate_size|expert_ffn_hidden_size|moe_.*dim", 20),
     (r"vocab_size", 100),
@@ -40,11 +46,9 @@ SMALL = (
     (r"query_pre_attn_scalar", 10),
     (r"sliding_window|attention_window|window_size", 32),
 )
-KEY_HEADS, HEAD_DIM = SMALL[3][0], r".*head_dim|kv_channels"
 # key heads and head_dim: the first that the class accepts
+KEY_HEADS, HEAD_DIM = "num_key_value_heads|num_kv_heads|n_head_kv", "(attention_)?head_dim"
 FITTING = ((2, 24), (2, 32), (4, 32), (4, 24), (2, None), (4, None))
-# fields that change neither a tensor nor a value of an output
-GENERAL = "use_cache|return_dict|output_|jitter|chunk|tie_word_emb|summary_|encoder_decoder"
 
 
 def small_configs(config: Any) -> Iterator[Any]:
@@ -55,7 +59,8 @@ def small_configs(config: Any) -> Iterator[Any]:
     fields = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
     layers = next((v for k, v in fields.items() if re.fullmatch(SMALL[0][0], k)), 0)
     for key_heads, head_dim in FITTING:
-        given = {k: _small(k, v, layers, key_heads, head_dim) for k, v in fields.items()}
+        rules = (*SMALL, (KEY_HEADS, key_heads), (HEAD_DIM, head_dim))
+        given = {k: _small(k, v, layers, rules) for k, v in fields.items()}
         try:
             small = type(config)(**{k: v for k, v in given.items() if v is not None})
         except Exception:
@@ -67,7 +72,7 @@ def small_configs(config: Any) -> Iterator[Any]:
         yield small
 
 
-def _small(name: str, old: Any, layers: Any, key_heads: int, head_dim: int | None) -> Any:
+def _small(name: str, old: Any, layers: Any, rules: Iterable[tuple[str, Any]]) -> Any:
     if name == "rope_parameters" and old:
         return plain_rotary(old)
     if isinstance(old, list) and len(old) == layers:
@@ -79,12 +84,8 @@ def _small(name: str, old: Any, layers: Any, key_heads: int, head_dim: int | Non
         return [v for v in old if type(v) is not int or v < LAYERS]
     if name.endswith("_token_id"):
         return 1 if type(old) is int and old >= 100 else old
-    rule = next((value for pattern, value in SMALL if re.fullmatch(pattern, name)), None)
-    if rule is None or not (type(old) is int or (old is None and rule != 1)):
-        return old
-    if re.fullmatch(KEY_HEADS, name):
-        return key_heads
-    return head_dim if re.fullmatch(HEAD_DIM, name) else rule
+    new = next((new for pattern, new in rules if re.fullmatch(pattern, name)), old)
+    return new if type(old) is int or (old is None and new != 1) else old
 
 
 def shapes(cls: Any, config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -101,22 +102,22 @@ class Probe:
 
     Attributes:
         base: name -> shape, with the config as it is.
-        ties: names that share the storage of another, with the flag that ties them.
+        ties: names that share the storage of another where tie_word_embeddings is true.
         changed: field -> its old and its new value, and name -> shape with the new one.
     """
 
     def __init__(self, cls: Any, config: Any) -> None:
-        self.base, self.ties = shapes(cls, config)
+        self.base, _ = shapes(cls, config)
+        _, self.ties = shapes(cls, _with_field(config, "tie_word_embeddings", True))
         self.changed: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {}
         for name, old in {"head_dim": None, **config.to_dict()}.items():
             for new in _others(name, old):
                 try:
-                    found, ties = shapes(cls, _with_field(config, name, new))
+                    found, _ = shapes(cls, _with_field(config, name, new))
                 except Exception:
                     # classes raise errors of any type where sizes do not fit
                     continue
                 self.changed[name] = old, new, found
-                self.ties |= ties if name == "tie_word_embeddings" else {}
                 break
 
     def fields(self, name: str, axis: int) -> dict[str, tuple[int, int]]:
@@ -130,16 +131,6 @@ class Probe:
             if type(after) is int and new and new[0] != old:
                 moved[field] = after - before if before else 0, new[0] - old
         return moved
-
-    @property
-    def flags(self) -> dict[str, tuple[bool, set[str], set[str]]]:
-        """Flags -> their value, and the tensors that come, and go, with the other value."""
-        base = {*self.base}
-        return {
-            flag: (old, found.keys() - base, base - found.keys())
-            for flag, (old, _, found) in self.changed.items()
-            if type(old) is bool and not re.search(GENERAL, flag)
-        }
 
 
 def _with_field(config: Any, name: str, value: Any) -> Any:
@@ -155,11 +146,7 @@ def _with_field(config: Any, name: str, value: Any) -> Any:
 
 def _others(name: str, value: Any) -> tuple[Any, ...]:
     """Other values of a field, of which the first that the class takes is tried."""
-    if type(value) is bool:
-        return (not value,)
-    if name.endswith("_token_id"):
-        return ()
-    if type(value) is int and value > 0:
+    if type(value) is int and value > 0 and not name.endswith("_token_id"):
         return 2 * value, value + 1, value // 2
     return (24,) if value in (None, 0) and re.search("head_dim|n_inner", name) else ()
 
@@ -167,3 +154,63 @@ def _others(name: str, value: Any) -> tuple[Any, ...]:
 def template(name: str) -> str:
     """The name of a tensor with `{l}` for the number of its layer."""
     return re.sub(r"\.(\d+)\.", ".{l}.", name, count=1)
+
+
+class Call(NamedTuple):
+    """One call of a module: the first tensors that go in and out and are no integers."""
+
+    name: str
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+@torch.no_grad()
+def watch(cls: Any, config: Any, dtype: Any = torch.float64) -> tuple[Any, Tensor, list[Call]]:
+    """A tiny model, the tokens that it read, and the calls of its modules, inner ones first."""
+    if sum(map(math.prod, shapes(cls, config)[0].values())) > MOST:
+        raise GrowthError("the small config still makes a large model")
+    # its parameters are random without the numbers of the process
+    with warnings.catch_warnings(), no_init_weights():
+        warnings.simplefilter("ignore")
+        model = cls._from_config(copy.deepcopy(config), dtype=torch.float64).eval()
+    restore_buffers(model)
+    randomize(model)
+    model.to(dtype)
+    calls: list[Call] = []
+
+    def hook(name: str) -> Any:
+        def called(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            x, y = first_tensor((args, kwargs)), first_tensor(out)
+            if y is not None:
+                # embeddings read integers
+                calls.append(Call(name, module, (y if x is None else x).clone(), y.clone()))
+
+        return called
+
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    hooks = [m.register_forward_hook(hook(name), with_kwargs=True) for name, m in modules]
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    try:
+        with Float64():
+            model(input_ids=ids)
+    except Exception as error:
+        # classes raise errors of any type where sizes do not fit each other
+        raise GrowthError(f"a small model of this class does not run: {reason(error)}") from error
+    for each in hooks:
+        each.remove()
+    return model, ids, calls
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """The first tensor that holds no integers."""
+    leaves = (x for x in tree_leaves(values) if torch.is_tensor(x) and x.is_floating_point())
+    return next(leaves, None)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """True if both hold the same numbers, in any shape and order."""
+    if a.numel() != b.numel():
+        return False
+    a, b = (x.flatten().sort().values for x in (a, b))
+    return bool(torch.allclose(a, b, rtol=1e-9, atol=1e-11))

@@ -9,13 +9,15 @@ from typing import Any
 from torch import nn
 
 from growkern.errors import GrowthError
-from growkern.growth.draft.probe import LAYERS, Probe, template
-from growkern.growth.draft.watch import watch
+from growkern.growth.draft.probe import LAYERS, Probe, template, watch
 
 Row = dict[str, Any]
 KEYS = "key_value_heads|kv_heads|head_kv|group_num"
-# parts of a head that have sizes of their own -> the fields of them
-PARTS = {"nope": r"\w*nope_head_dim", "head_dim": r"\w*rope_head_dim", "value": "v_head_dim"}
+# sizes that every model has, by the names that transformers maps to a config's own
+USUAL = {"vocab": "vocab_size", "stream": "hidden_size", "layers": "num_hidden_layers"}
+USUAL |= {"q_heads": "num_attention_heads"}
+# parts of a head that have sizes of their own
+PARTS = {"nope": "qk_nope_head_dim", "head_dim": "qk_rope_head_dim", "value": "v_head_dim"}
 # heads of such parts, where keys and values come from a latent vector
 LATENT: dict[str, Row] = {
     "nope_query": {"kind": "head", "size": "nope", "part": "query"},
@@ -35,6 +37,7 @@ class Draft:
             outside the layers -> its row.
         lm: the names in `rows` that do not begin with the prefix of the body.
         stack: how names in the layers begin.
+        behind: norm that the stream is added to -> the modules before it.
         layers: what enters and leaves every layer.
         width, heads, key_heads, head_dim: entries of the stream, heads, and entries of one.
         repeats: that of its classes, but for fields that equal the stream's.
@@ -54,14 +57,13 @@ class Draft:
             )
         self.stack, calls = f"{stacks[0]}.", {call.name: call for call in self.calls}
         names = [f"{self.stack}{layer}" for layer in range(LAYERS)]
-        if missing := {*names} - calls.keys():
-            raise GrowthError(f"{min(missing)} is not called as a module")
         self.layers = [(calls[name].x, calls[name].y) for name in names]
         inner = self.model.get_input_embeddings()
         self.embedding = next(n for n, m in self.modules.items() if m is inner) + ".weight"
         self.rows: dict[str, dict[int | None, Row]] = {}
         self.lm: set[str] = set()
         self.norm: dict[str, Any] = {}
+        self.behind: dict[str, set[str]] = {}
         self.refuse: dict[str, dict[str, Any]] = {}
         self.assumed: list[str] = []
         self._find_sizes()
@@ -83,75 +85,48 @@ class Draft:
 
     def _find_sizes(self) -> None:
         """The sizes of [config] that every model has."""
-        probe, config, fields = self.probe, self.config, self.config.to_dict()
-        names = getattr(config, "attribute_map", {})
-        self.width = probe.base[self.embedding][1]
-        counts = [
-            field
-            for field, (old, _, found) in probe.changed.items()
-            if type(old) is int and any(n.startswith(self.stack) for n in found ^ probe.base.keys())
-        ]
-        self.sizes: dict[str, Any] = {}
-        for key, usual, counting in (
-            ("vocab", "vocab_size", probe.fields(self.embedding, 0)),
-            ("stream", "hidden_size", probe.fields(self.embedding, 1)),
-            ("q_heads", "num_attention_heads", [k for k in fields if re.search(r"heads?$", k)]),
-            ("layers", "num_hidden_layers", [k for k in counts if "layer" in k]),
-        ):
-            if not counting:
-                raise GrowthError(f"no field of the config gives {key}")
-            usual = names.get(usual, usual)
-            # several fields may have to be equal to that of the stream
-            is_width = key == "stream" and getattr(config, usual, None) == self.width
-            self.sizes[key] = usual if is_width or usual in counting else min(counting, key=len)
+        base, config, fields = self.probe.base, self.config, self.probe.fields
+        mapped = getattr(config, "attribute_map", {})
+        self.sizes: dict[str, Any] = {key: mapped.get(name, name) for key, name in USUAL.items()}
         stream, heads = self.sizes["stream"], self.sizes["q_heads"]
-        if getattr(config, stream) != self.width:
-            raise GrowthError(f"embeddings have {self.width} entries, and {stream} is another")
-        moved = {
-            f for n, s in probe.base.items() for i in range(len(s)) for f in probe.fields(n, i)
-        }
-        self.repeats: dict[str, str] = {}
-        dims = [f for f in moved if re.search("head_dim$|d_kv|kv_channels|head_size", f)]
-        dims = [f for f in dims if not re.search("nope|rope|^v_|linear|global|index", f)]
-        keys = [f for f in moved if re.search(KEYS, f)]
-        self.heads = int(getattr(config, heads))
+        self.width, self.heads = getattr(config, stream), getattr(config, heads)
         self.key_heads, self.head_dim = self.heads, self.width // self.heads
-        flat = [name for name, shape in probe.base.items() if len(shape) == 2]
-        self.parts = {p: f for p, name in PARTS.items() for f in moved if re.fullmatch(name, f)}
+        axes = [(len(shape), name, i) for name, shape in base.items() for i in range(len(shape))]
+        moved = {field for _, name, i in axes for field in fields(name, i)}
+        ends = {i for count, name, i in axes if count == 2 and "head_dim" in fields(name, i)}
+        self.parts = {part: field for part, field in PARTS.items() if field in moved}
         self.sizes |= self.parts
+        self.repeats: dict[str, str] = {}
         if "nope" in self.parts:
             query = [self.parts["nope"], self.parts["head_dim"]]
             self.head_dim = sum(getattr(config, field) for field in query)
             self.sizes["query_key"] = {"default": " + ".join(query)}
             # every head has a key of its own, which no tensor shows
-            for field in (f for f in fields if re.search(KEYS, f)):
+            for field in (f for f in config.to_dict() if re.search(KEYS, f)):
                 setattr(config, field, self.heads)
                 self.repeats[field] = "q_heads"
-        elif dims:
-            self.head_dim = getattr(config, min(dims), None) or self.head_dim
-            computed = {"default": f"{stream} / {heads}"}
-            if all(any(min(dims) in probe.fields(n, axis) for n in flat) for axis in (0, 1)):
-                self.sizes["head_dim"] = {"field": min(dims), **computed}
-            else:
-                # no matrix behind attention reads its heads: only stream / heads fits
-                self.sizes["of_head"], self.repeats = computed, {min(dims): "of_head"}
-        if keys:
-            self.sizes["kv_heads"] = min(keys)
-            self.key_heads = int(getattr(config, min(keys)))
+        elif ends:
+            self.head_dim = getattr(config, "head_dim", None) or self.head_dim
+            # if no matrix behind attention reads its heads, only stream / heads fits
+            key, self.repeats = (
+                ("head_dim", {}) if 1 in ends else ("of_head", {"head_dim": "of_head"})
+            )
+            self.sizes[key] = {"default": f"{stream} / {heads}"}
+            self.sizes[key] |= {"field": key} if 1 in ends else {}
+        for field in (f for f in moved if re.search(KEYS, f)):
+            self.sizes["kv_heads"], self.key_heads = field, getattr(config, field)
         self.value_dim = getattr(config, self.parts.get("value", ""), self.head_dim)
 
     def place(self, name: str) -> tuple[str, int | None]:
         """The name of a tensor in a table, and the number of its layer."""
         layer = re.match(re.escape(self.stack) + r"(\d+)\.", name)
-        own = template(name).removeprefix(self.prefix)
-        if not name.startswith(self.prefix):
-            self.lm.add(own)
-        return own, int(layer[1]) if layer else None
+        return template(name).removeprefix(self.prefix), int(layer[1]) if layer else None
 
     def set_row(self, name: str, row: Row) -> None:
         """Give a tensor, or the norm of that name, its row."""
         own, layer = self.place(name)
         self.rows.setdefault(own, {})[layer] = row
+        self.lm |= set() if name.startswith(self.prefix) else {own}
 
     def row_of(self, name: str) -> Row | None:
         """The row of a tensor, or of the norm that it belongs to."""
@@ -171,9 +146,7 @@ class Draft:
             if name == (size.get("field") if isinstance(size, dict) else size):
                 return key
         plus = length - getattr(config, name)
-        is_ffn = re.search("inner|ffn|^intermediate|d_ff|^hidden_dim", name) and "ffn" not in sizes
-        key = "ffn" if is_ffn else "positions" if "position" in name else name
-        key = name if key in sizes else key
+        key = "positions" if "position" in name and "positions" not in sizes else name
         sizes[key] = {"field": name, "plus": plus, "reserved": plus} if plus else name
         return key
 

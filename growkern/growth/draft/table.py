@@ -1,24 +1,24 @@
-"""The table of a draft: conditions of rows, kinds of layers, attention, scales and classes."""
+"""The table of a draft: kinds of layers, attention, scales and classes."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from growkern.errors import GrowthError
-from growkern.growth.draft.probe import LAYERS, shapes, template
+from growkern.growth.draft.probe import LAYERS, shapes, template, watch
 from growkern.growth.draft.sizes import Draft, Row
-from growkern.growth.draft.watch import watch
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
-ADJACENT = r"def rotate_(half|every_two)[^}]*?\[\.\.\., 0?::2\]|view_as_complex|rotate_every_two"
 POOLER = "pooler.dense.weight", "pooler.dense.bias"
+# fields that change neither a tensor nor a value of an output
+GENERAL = "use_cache|return_dict|output_|jitter|chunk|tie_word_emb|summary_|encoder_decoder"
 SOFTCAP = "final_logit_softcapping"
 OTHER = "not the value that this table was drafted from"
 # layers -> the word for them, where no field says which they are
@@ -30,7 +30,8 @@ def table_of(draft: Draft) -> dict[str, Any]:
     config, fields, kinds = draft.config, draft.config.to_dict(), dict[str, list[str]]()
     # classes may write lists into the config
     lists = draft.model.config.to_dict().items()
-    _add_conditions(draft)
+    flags = {k: v for k, v in fields.items() if type(v) is bool and not re.search(GENERAL, k)}
+    draft.refuse |= {flag: {"value": not value, "why": OTHER} for flag, value in flags.items()}
     depth = _add_carrying(draft)
     _add_scale(draft)
     # experts name the kinds of layers
@@ -54,24 +55,6 @@ def table_of(draft: Draft) -> dict[str, Any]:
         "tensors": {part: rows for part, rows in parts.items() if rows},
     }
     return {key: value for key, value in table.items() if value not in (None, {}, [])}
-
-
-def _add_conditions(draft: Draft) -> None:
-    """Other values of flags: those with biases get a condition, all others are refused."""
-    for flag, (value, new, gone) in draft.probe.flags.items():
-        names = sorted({draft.place(name)[0] for name in new | gone})
-        weights = [draft.rows.get(name.removesuffix("bias") + "weight", {}) for name in names]
-        is_bias = all(name.endswith(".bias") for name in names) and not (new and gone)
-        if is_bias and gone and value and all(n.rpartition(".")[0] in draft.rows for n in names):
-            draft.norm["bias"] = flag
-        elif is_bias and names and all(weights):
-            for name, rows in zip(names, weights, strict=True):
-                for layer, row in rows.items():
-                    axis = next(axis for axis in row["axes"] if not axis.startswith("read:"))
-                    own = draft.rows.setdefault(name, {}).setdefault(layer, {"axes": [axis]})
-                    own["when"] = flag if bool(gone) == value else f"!{flag}"
-        else:
-            draft.refuse[flag] = {"value": not value, "why": OTHER}
 
 
 def _add_carrying(draft: Draft) -> dict[str, Any]:
@@ -98,25 +81,26 @@ def _add_carrying(draft: Draft) -> dict[str, Any]:
             row["axes"] = ["vocab", "read:final"]
     elif not any({"stream>final", "read:final"} & used for _, used in uses):
         draft.spaces.pop("final")
-    is_behind = draft.norm["placement"] in ("sandwich", "output")
-    last = "stream>stream" if is_behind else "write:stream"
-    zero = dict.fromkeys(own for own, used in uses if "{l}" in own and last in used)
+    front = {*chain(*draft.behind.values())}
+    last = (n for n, used in uses if "{l}" in n and "write:stream" in used)
+    zero = (name for name in last if not {name, name.rpartition(".")[0]} & front)
     inner = dict.fromkeys(own for own, row in rows if row.get("extra") == "zero")
-    return {"zero": [*zero], **({"inner_norms": [*inner], "outer_norm": outer} if outer else {})}
+    return {
+        "zero": [*dict.fromkeys(chain(draft.behind, zero))],
+        **({"inner_norms": [*inner], "outer_norm": outer} if outer else {}),
+    }
 
 
 def _add_scale(draft: Draft) -> None:
     """The model's factor on its embeddings, if it is a root of the hidden size."""
-    module = draft.model.get_input_embeddings()
-    raw, root = functional.embedding(draft.ids, module.weight), draft.width**0.5
-    values = [c.y for c in draft.calls if c.module is module] + [draft.layers[0][0]]
-    for value in (v for v in values if v.shape == raw.shape):
-        ratio = (value / raw).median().item()
-        is_root = abs(ratio - root) < 5e-2 and torch.allclose(value, raw * ratio, rtol=1e-6)
-        if is_root and "final" in draft.spaces:
-            scale = "rounded(sqrt(stream))" if _is_rounded(draft, root) else "sqrt(stream)"
-            draft.rows[draft.place(draft.embedding)[0]][None]["scale"] = f"1/{scale}"
-            draft.spaces["final"]["scale"] = scale
+    module, root = draft.model.get_input_embeddings(), draft.width**0.5
+    scaled = functional.embedding(draft.ids, module.weight) * root
+    values = (draft.layers[0][0], *(call.y for call in draft.calls if call.module is module))
+    near = (v for v in values if v.shape == scaled.shape and torch.allclose(v, scaled, rtol=5e-3))
+    if "final" in draft.spaces and any(True for _ in near):
+        scale = "rounded(sqrt(stream))" if _is_rounded(draft, root) else "sqrt(stream)"
+        draft.rows[draft.place(draft.embedding)[0]][None]["scale"] = f"1/{scale}"
+        draft.spaces["final"]["scale"] = scale
 
 
 def _is_rounded(draft: Draft, root: float) -> bool:
@@ -174,14 +158,10 @@ def _attention(draft: Draft) -> dict[str, Any]:
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
     found |= {"divisor": "query_key"} if "query_key" in draft.sizes else {}
-    # where the number of entries that turn is fixed, no growth shows which
-    source = inspect.getsource(inspect.getmodule(draft.cls) or Draft)
-    if is_rotary and "partial_rotary_factor" in f"{rope} {source}":
+    if "partial_rotary_factor" in f"{rope}":
         found["partial"] = True
     elif is_rotary and hasattr(config, "rotary_dim"):
         found["turning"] = "rotary_dim"
-    if is_rotary and re.search(ADJACENT, source):
-        found["pairs"] = "adjacent"
     return found
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
-from growkern.growth.draft.probe import LAYERS, template
+from growkern.growth.draft.probe import LAYERS, Call, same, template
 from growkern.growth.draft.sizes import Draft, Row
-from growkern.growth.draft.watch import Call, same
 from growkern.growth.own_table import NormFacts, norm_facts
 
 NAMED = r"(^|[._wW])(q|k|v|query|key|value)(_proj|_lin|_layer|_linear|_global)?\d?$"
@@ -37,22 +35,26 @@ class Walk:
         self.draft = draft
         # what is known to have been written, and its space
         self.written: list[tuple[Tensor, str]] = []
-        self.roles: dict[str, str] = {}
-        found = {n: norm_facts(c.module, c.x.shape[-1]) for n, c in enumerate(draft.calls)}
-        norms = {n: facts for n, facts in found.items() if facts}
-        calls = {draft.calls[n].name: draft.calls[n] for n in norms}
+        # of the norms of the stream
+        self.roles: set[str] = set()
+        self.facts: list[NormFacts] = []
+        # the modules called since the last of them
+        self.front: set[str] = set()
+        found = [(call, norm_facts(call.module, call.x.shape[-1])) for call in draft.calls]
+        norms, ends = [call.y for call, facts in found if facts], [end for _, end in draft.layers]
         # where a norm returns what its layer returns
-        self.is_post = any(same(c.y, end) for c in calls.values() for _, end in draft.layers)
-        for number, call in enumerate(draft.calls):
+        self.is_post = any(same(y, end) for y in norms for end in ends)
+        for number, (call, facts) in enumerate(found):
+            self.front.add(draft.place(call.name)[0])
             with _naming(draft, call.name):
-                if "index" in call.name and number in norms:
+                if facts and "index" in call.name:
                     # of an indexer, whose sizes stay
                     continue
-                if number in norms and call.x.shape == call.y.shape:
-                    self._norm(number, call)
+                if facts and call.x.shape == call.y.shape:
+                    self._norm(draft.calls[number:], facts)
                 elif _is_matrix(call) and f"{call.name}.weight" in draft.probe.base:
                     self._matrix(call)
-        self._describe([facts for n, facts in norms.items() if draft.calls[n].name in self.roles])
+        self._describe()
         for name, shape in draft.probe.base.items():
             if draft.row_of(name) is None:
                 with _naming(draft, name):
@@ -61,20 +63,19 @@ class Walk:
             for row in draft.rows.get(draft.place(name)[0], {}).values():
                 row["tied"] = owner
 
-    def _describe(self, found: list[NormFacts]) -> None:
+    def _describe(self) -> None:
         """[norm]: what the norms of the stream compute, and where they lie."""
-        draft, kinds = self.draft, {(facts.kind, facts.plus_one) for facts in found}
+        draft, kinds = self.draft, {(facts.kind, facts.plus_one) for facts in self.facts}
         if len(kinds) != 1:
             names = ", ".join(sorted(kind for kind, _ in kinds))
             raise GrowthError(f"norms of {len(kinds)} kinds: {names}")
-        inside = {*self.roles.values()} & {"pre", "post", "output"}
+        inside = self.roles & {"pre", "post", "output"}
         place = "sandwich" if len(inside) == 2 else min(inside, default="pre")
-        eps: Any = found[0].eps
+        kind, plus_one, eps = self.facts[0]
         fields = (k for k, v in draft.config.to_dict().items() if "eps" in k and v == eps)
         if (field := next(fields, None)) is None:
             draft.assumed.append(f"eps={eps:g} of the norms follows no field")
-        draft.norm = {"kind": found[0].kind, "placement": place, "eps": field or eps}
-        draft.norm |= {"plus_one": True} if found[0].plus_one else {}
+        draft.norm = {"kind": kind, "placement": place, "eps": field or eps, "plus_one": plus_one}
 
     @property
     def source(self) -> str:
@@ -87,33 +88,34 @@ class Walk:
         streams = (value for pair in self.draft.layers for value in pair)
         return next(known, "stream" if any(same(value, x) for value in streams) else None)
 
-    def _norm(self, number: int, call: Call) -> None:
-        draft, name, space = self.draft, call.name, self._source(call.x)
-        layer = draft.place(name)[1]
+    def _norm(self, calls: list[Call], facts: NormFacts) -> None:
+        """The row of the first of these calls, a norm."""
+        draft, call, space = self.draft, calls[0], self._source(calls[0].x)
+        own, layer = draft.place(call.name)
         is_inner = draft.spaces.get(space or "", {}).get("kind") in ("heads", "units")
         if layer is not None and (is_inner or call.x.shape[-1] != draft.width):
             self._inner_norm(call, space)
             return
-        before = [c for c in draft.calls[:number] if c.name.startswith(draft.stack)]
         if layer is None:
             is_final = same(call.x, draft.layers[-1][1])
-            role = "embedding" if not before else "final" if is_final else "head"
+            is_first = same(call.y, draft.layers[0][0])
+            role = "embedding" if is_first else "final" if is_final else "head"
         else:
-            start, end = draft.layers[layer]
-            own = [c.y for c in before if draft.place(c.name)[1] == layer]
-            is_behind = any(same(call.x, y) for y in own)
-            if call.x.shape == start.shape:
-                is_behind = is_behind and not any(same(call.x - start, y) for y in own)
-            role = "post" if self.is_post else "output" if is_behind else "pre"
+            later = (c.x for c in calls if draft.place(c.name)[1] == layer)
+            is_read = any(same(call.y, x) for x in later)
+            role = "post" if self.is_post else "pre" if is_read else "output"
         row = {"norm": SPACES[role]}
         if role in ("post", "embedding"):
             # extra coordinates carry the mean through the FFN, to the norm behind it
-            row["extra"] = "carry" if layer is None or same(call.y, end) else "zero"
+            is_end = layer is None or same(call.y, draft.layers[layer][1])
+            row["extra"] = "carry" if is_end else "zero"
         if any(True for _ in call.module.parameters()):
-            draft.set_row(name, row)
-        elif role == "output":
-            raise GrowthError("a norm without weights behind a block")
-        self.roles[name] = role
+            draft.set_row(call.name, row)
+        if role == "output":
+            draft.behind.setdefault(own, set()).update(self.front)
+        self.front = set()
+        self.roles.add(role)
+        self.facts.append(facts)
         self.written.append((call.y, SPACES[role].partition(">")[2]))
 
     def _inner_norm(self, call: Call, space: str | None) -> None:
@@ -156,9 +158,6 @@ class Walk:
             own = "write:head_pre"
         else:
             own = "write:stream" if read == "attn" else self._axis(weight, ends[0])
-        if own == "vocab" and known is None:
-            # something lies between the last norm and the head, such as a factor
-            read = "final" if "final" in self.roles.values() else read
         draft.set_row(weight, {"axes": [own, f"read:{read}"][::turn]})
         if f"{name}.bias" in draft.probe.base:
             draft.set_row(f"{name}.bias", {"axes": [own]})
@@ -191,10 +190,7 @@ class Walk:
         if (named := re.search(NAMED, module)) and (length in (attended, keys) or parts):
             return f"write:{named[2][0]}"
         if re.search("att", module.rpartition(".")[0], re.I):
-            is_shared = (
-                length == attended + 2 * draft.head_dim and "intermediate_size" not in fields
-            )
-            if length == attended + 2 * keys or is_shared:
+            if length in (attended + 2 * keys, attended + 2 * draft.head_dim):
                 if length != attended + 2 * keys:
                     # one key and one value for all heads, which no field says
                     sizes["kv_heads"] = 1
