@@ -98,39 +98,32 @@ def shapes(cls: Any, config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str,
 
 
 class Probe:
-    """The tensors of a class, with a config and with each field of it changed.
+    """The tensors of a class, with a config and with each number of it changed.
 
     Attributes:
         base: name -> shape, with the config as it is.
         ties: names that share the storage of another where tie_word_embeddings is true.
-        changed: field -> its old and its new value, and name -> shape with the new one.
+        changed: field -> name -> shape, with another number in that field.
     """
 
     def __init__(self, cls: Any, config: Any) -> None:
         self.base, _ = shapes(cls, config)
         _, self.ties = shapes(cls, _with_field(config, "tie_word_embeddings", True))
-        self.changed: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {}
+        self.changed: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, old in {"head_dim": None, **config.to_dict()}.items():
             for new in _others(name, old):
                 try:
-                    found, _ = shapes(cls, _with_field(config, name, new))
+                    self.changed[name], _ = shapes(cls, _with_field(config, name, new))
                 except Exception:
                     # classes raise errors of any type where sizes do not fit
                     continue
-                self.changed[name] = old, new, found
                 break
 
-    def fields(self, name: str, axis: int) -> dict[str, tuple[int, int]]:
-        """The fields that move an axis of a tensor -> how far they moved, and the axis with them.
-
-        A field without a value is set, and moves by 0.
-        """
-        old, moved = self.base[name][axis], {}
-        for field, (before, after, found) in self.changed.items():
-            new = found.get(name, ())[axis:][:1]
-            if type(after) is int and new and new[0] != old:
-                moved[field] = after - before if before else 0, new[0] - old
-        return moved
+    def fields(self, name: str, axis: int) -> list[str]:
+        """The fields that move an axis of a tensor."""
+        ends = (self.base[name][axis],), ()
+        found = {field: new.get(name, ())[axis:][:1] for field, new in self.changed.items()}
+        return [field for field, end in found.items() if end not in ends]
 
 
 def _with_field(config: Any, name: str, value: Any) -> Any:

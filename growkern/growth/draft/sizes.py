@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -91,9 +92,10 @@ class Draft:
         stream, heads = self.sizes["stream"], self.sizes["q_heads"]
         self.width, self.heads = getattr(config, stream), getattr(config, heads)
         self.key_heads, self.head_dim = self.heads, self.width // self.heads
-        axes = [(len(shape), name, i) for name, shape in base.items() for i in range(len(shape))]
-        moved = {field for _, name, i in axes for field in fields(name, i)}
-        ends = {i for count, name, i in axes if count == 2 and "head_dim" in fields(name, i)}
+        axes = [(name, i) for name, shape in base.items() for i in range(len(shape))]
+        moved = {field for axis in axes for field in fields(*axis)}
+        # if no matrix behind attention reads its heads, only stream / heads fits
+        is_read = any("head_dim" in fields(name, i) for name, i in axes if i == 1)
         self.parts = {part: field for part, field in PARTS.items() if field in moved}
         self.sizes |= self.parts
         self.repeats: dict[str, str] = {}
@@ -105,14 +107,15 @@ class Draft:
             for field in (f for f in config.to_dict() if re.search(KEYS, f)):
                 setattr(config, field, self.heads)
                 self.repeats[field] = "q_heads"
-        elif ends:
+        elif "head_dim" in moved:
             self.head_dim = getattr(config, "head_dim", None) or self.head_dim
-            # if no matrix behind attention reads its heads, only stream / heads fits
-            key, self.repeats = (
-                ("head_dim", {}) if 1 in ends else ("of_head", {"head_dim": "of_head"})
+            computed = {"default": f"{stream} / {heads}"}
+            self.sizes |= (
+                {"head_dim": {"field": "head_dim", **computed}}
+                if is_read
+                else {"of_head": computed}
             )
-            self.sizes[key] = {"default": f"{stream} / {heads}"}
-            self.sizes[key] |= {"field": key} if 1 in ends else {}
+            self.repeats = {} if is_read else {"head_dim": "of_head"}
         for field in (f for f in moved if re.search(KEYS, f)):
             self.sizes["kv_heads"], self.key_heads = field, getattr(config, field)
         self.value_dim = getattr(config, self.parts.get("value", ""), self.head_dim)
@@ -134,47 +137,46 @@ class Draft:
         norm = self.rows.get(own.rpartition(".")[0], {}).get(layer)
         return self.rows.get(own, {}).get(layer, norm if norm and "norm" in norm else None)
 
-    def size_key(self, fields: Iterable[str], length: int) -> str:
-        """The key in [config] of a size that is none of attention."""
-        config, sizes = self.config, self.sizes
-        own = [f for f in fields if getattr(config, f, None) == length] or list(fields)
-        if not own:
-            sizes[f"n{length}"] = length
+    def size_key(self, fields: Sequence[str], length: int) -> str:
+        """The key in [config] of a size that is none of attention: of a field, or of a product."""
+        if not fields:
+            self.sizes[f"n{length}"] = length
             return f"n{length}"
-        name = min(own, key=lambda f: (f == sizes["stream"], "max_length" in f))
-        for key, size in sizes.items():
+        name, value = fields[0], getattr(self.config, fields[0]) or length
+        if len(fields) > 1:
+            key = "_by_".join(fields)
+            self.sizes[key] = {"default": " * ".join(fields)}
+            # each of them may grow
+            for field in fields:
+                self.size_key([field], getattr(self.config, field))
+            return key
+        for key, size in self.sizes.items():
             if name == (size.get("field") if isinstance(size, dict) else size):
                 return key
-        plus = length - getattr(config, name)
-        key = "positions" if "position" in name and "positions" not in sizes else name
-        sizes[key] = {"field": name, "plus": plus, "reserved": plus} if plus else name
+        plus, key = length - value, "positions" if "position" in name else name
+        self.sizes[key] = {"field": name, "plus": plus, "reserved": plus} if plus else name
         return key
 
-    def units(self, fields: dict[str, tuple[int, int]], length: int) -> str:
+    def units(self, fields: Sequence[str], length: int) -> str:
         """The space of the units on an axis, or several: "ffn|ffn"."""
-        config, stream = self.config, self.sizes["stream"]
-        own, times = [f for f in fields if f != stream], length / self.width
-        if not own and (not fields or times != int(times) or times == 1):
-            raise GrowthError(f"{length} units follow {', '.join(fields) or 'no field'}")
-        if not own:
-            self.sizes[key := "ffn"], times = {"default": f"{int(times)} * {stream}"}, 1
+        own = [field for field in fields if field != self.sizes["stream"]]
+        # a field without a value was set
+        size = (
+            math.prod(getattr(self.config, field) or length for field in own) if own else self.width
+        )
+        times, rest = divmod(length, size)
+        if rest or not fields or (times == 1 and not own):
+            raise GrowthError(
+                f"{length} units are no multiple of {' * '.join(fields) or 'a field'}"
+            )
+        if own:
+            key = self.size_key(own, size)
         else:
-            widths = "intermediate|ffn|inner|d_ff|dim"
-            name = max(own, key=lambda f: (bool(re.search(widths, f)), getattr(config, f) or 0))
-            moved, grown = fields[name]
-            # a field without a value was not moved, but set
-            value = getattr(config, name) or length
-            times, key = grown / moved if moved else length / value, self.size_key([name], value)
-            if count := next((f for f in own if "expert" in f and f != name), None):
-                self.sizes["shared_ffn"] = {"default": f"{count} * {name}"}
-                self.sizes[count], key = count, "shared_ffn"
-                value, times = value * getattr(config, count), times / getattr(config, count)
-            if times != int(times) or times * value != length:
-                raise GrowthError(f"{length} units are not a multiple of {name}={value}")
+            self.sizes[key := "ffn"], times = {"default": f"{times} * {fields[0]}"}, 1
         self.spaces.setdefault(key, {"kind": "units", "size": key})
-        return "|".join([key] * int(times))
+        return "|".join([key] * times)
 
-    def experts(self, fields: Iterable[str]) -> str | None:
+    def experts(self, fields: Sequence[str]) -> str | None:
         """The space of experts, if an axis has an entry for each of them; not for their units."""
         names = [f for f in fields if "expert" in f]
         if not names or any(re.search("size|dim", f) for f in fields):

@@ -122,7 +122,7 @@ class Walk:
         """A norm of queries or keys, of each head or of all together, or of the FFN's units."""
         draft, name, spaces = self.draft, call.name, self.draft.spaces
         units, last = draft.probe.base.get(f"{name}.weight", (0,))[-1], name.rpartition(".")[2]
-        fields = draft.probe.fields(f"{name}.weight", 0) if units else {}
+        fields = draft.probe.fields(f"{name}.weight", 0) if units else []
         if fields and not any(re.search("head|hidden_size|dim", field) for field in fields):
             space = space or draft.units(fields, units)
         elif re.search(f"{QUERY}|{KEY}", last):
@@ -172,10 +172,10 @@ class Walk:
         attended, keys = (n * draft.head_dim for n in (draft.heads, draft.key_heads))
         if draft.experts(fields):
             return "write:experts"
-        if indexing := sorted(f for f in fields if f.startswith("index_")):
+        if any(field.startswith("index_") for field in fields):
             # an indexer chooses tokens: other sizes of it may choose others
-            key = "_by_".join(indexing)
-            sizes[key] = {"default": " * ".join([*indexing, "1"][:2])}
+            key = draft.size_key(fields, length)
+            sizes.update({field: {"field": field, "fixed": True} for field in fields})
             return key
         if sizes["vocab"] in fields:
             return "vocab"
@@ -183,7 +183,7 @@ class Walk:
         if "head_dim" in parts and sizes["q_heads"] not in fields:
             # the part of a key that turns is one for all heads
             turning = getattr(draft.config, draft.parts["head_dim"])
-            own = {field: moved for field, moved in fields.items() if "head_dim" not in field}
+            own = [field for field in fields if "head_dim" not in field]
             return f"write:{draft.units(own, length - turning)}|turning_key"
         if "nope" in parts:
             return "write:q" if "head_dim" in parts else "write:kv"
@@ -201,7 +201,7 @@ class Walk:
                 return "write:attn"
         # embeddings may have a field of their own that must equal the stream's
         widths = {sizes["stream"], *draft.probe.fields(draft.embedding, 1)}
-        if length == draft.width and widths & fields.keys():
+        if length == draft.width and widths.intersection(fields):
             return "write:stream"
         layers = LAYERS if sizes["layers"] in fields else 1
         if length == draft.heads * layers and sizes["q_heads"] in fields:
