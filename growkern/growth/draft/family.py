@@ -181,11 +181,10 @@ def _measured(cls: Any, config: Any) -> Draft:
 
 def class_for(config: Any) -> Any:
     """The class to draft from: that of the config, or one with a head for tokens."""
-    causal, masked = (
-        kinds.get(config.model_type, "")
-        for kinds in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    head = (MODEL_FOR_MASKED_LM_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).get(
+        config.model_type
     )
-    for name in (*(config.architectures or ()), causal, masked):
+    for name in (*(config.architectures or ()), str(head)):
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return cls

@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,44 +98,22 @@ def shapes(cls: Any, config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str,
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, ties
 
 
-class Probe:
-    """The tensors of a class, with a config and with each number of it changed.
-
-    Attributes:
-        base: name -> shape, with the config as it is.
-        ties: names that share the storage of another where tie_word_embeddings is true.
-        changed: field -> name -> shape, with another number in that field.
-    """
-
-    def __init__(self, cls: Any, config: Any) -> None:
-        self.base, _ = shapes(cls, config)
-        _, self.ties = shapes(cls, _with_field(config, "tie_word_embeddings", True))
-        self.changed: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name, old in {"head_dim": None, **config.to_dict()}.items():
-            for new in _others(name, old):
-                try:
-                    self.changed[name], _ = shapes(cls, _with_field(config, name, new))
-                except Exception:
-                    # classes raise errors of any type where sizes do not fit
-                    continue
-                break
-
-    def fields(self, name: str, axis: int) -> list[str]:
-        """The fields that move an axis of a tensor."""
-        ends = (self.base[name][axis],), ()
-        found = {field: new.get(name, ())[axis:][:1] for field, new in self.changed.items()}
-        return [field for field, end in found.items() if end not in ends]
+def changed_shapes(cls: Any, config: Any) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """Every number of the config that may be another, and name -> shape with that one."""
+    for name, old in {"head_dim": None, **config.to_dict()}.items():
+        for new in _others(name, old):
+            try:
+                yield name, shapes(cls, with_field(config, name, new))[0]
+            except Exception:
+                # classes raise errors of any type where sizes do not fit
+                continue
+            break
 
 
-def _with_field(config: Any, name: str, value: Any) -> Any:
+def with_field(config: Any, name: str, value: Any) -> Any:
     """The config with one field changed, by its class, so that what follows from it follows."""
     fields = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
-    try:
-        return type(config)(**{**fields, name: value})
-    except Exception:
-        new = copy.deepcopy(config)
-        setattr(new, name, value)
-        return new
+    return type(config)(**{**fields, name: value})
 
 
 def _others(name: str, value: Any) -> tuple[Any, ...]:
@@ -172,17 +151,14 @@ def watch(cls: Any, config: Any, dtype: Any = torch.float64) -> tuple[Any, Tenso
     model.to(dtype)
     calls: list[Call] = []
 
-    def hook(name: str) -> Any:
-        def called(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            x, y = first_tensor((args, kwargs)), first_tensor(out)
-            if y is not None:
-                # embeddings read integers
-                calls.append(Call(name, module, (y if x is None else x).clone(), y.clone()))
-
-        return called
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        x, y = first_tensor((args, kwargs)), first_tensor(out)
+        if y is not None:
+            # embeddings read integers
+            calls.append(Call(name, module, (y if x is None else x).clone(), y.clone()))
 
     modules = [(name, module) for name, module in model.named_modules() if name]
-    hooks = [m.register_forward_hook(hook(name), with_kwargs=True) for name, m in modules]
+    hooks = [m.register_forward_hook(partial(note, n), with_kwargs=True) for n, m in modules]
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     try:
         with Float64():

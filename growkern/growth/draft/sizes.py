@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from growkern.errors import GrowthError
-from growkern.growth.draft.probe import LAYERS, Probe, template, watch
+from growkern.growth.draft.probe import LAYERS, changed_shapes, shapes, template, watch, with_field
 
 Row = dict[str, Any]
 KEYS = "key_value_heads|kv_heads|head_kv|group_num"
@@ -34,8 +34,12 @@ class Draft:
     """A table that is being drafted, and what it is drafted from.
 
     Attributes:
+        base: name -> shape of every tensor.
+        ties: names that share the storage of another where tie_word_embeddings is true.
         rows: name of a tensor in a table (of a norm: without .weight) -> number of the layer, None
             outside the layers -> its row.
+        now: the module or tensor at hand.
+        named: the tensors, and modules of norms, that have a row.
         lm: the names in `rows` that do not begin with the prefix of the body.
         stack: how names in the layers begin.
         behind: norm that the stream is added to -> the modules before it.
@@ -47,7 +51,10 @@ class Draft:
 
     def __init__(self, cls: Any, config: Any) -> None:
         self.cls, self.config = cls, config
-        (self.model, self.ids, self.calls), self.probe = watch(cls, config), Probe(cls, config)
+        self.model, self.ids, self.calls = watch(cls, config)
+        self.base, _ = shapes(cls, config)
+        _, self.ties = shapes(cls, with_field(config, "tie_word_embeddings", True))
+        self.changed = dict(changed_shapes(cls, config))
         base, self.modules = cls.base_model_prefix, dict(self.model.named_modules())
         self.prefix = f"{base}." if hasattr(self.model, base) else ""
         lists = {n: m for n, m in self.modules.items() if isinstance(m, nn.ModuleList)}
@@ -62,7 +69,8 @@ class Draft:
         inner = self.model.get_input_embeddings()
         self.embedding = next(n for n, m in self.modules.items() if m is inner) + ".weight"
         self.rows: dict[str, dict[int | None, Row]] = {}
-        self.lm: set[str] = set()
+        self.now = ""
+        self.lm, self.named = set[str](), set[str]()
         self.norm: dict[str, Any] = {}
         self.behind: dict[str, set[str]] = {}
         self.refuse: dict[str, dict[str, Any]] = {}
@@ -86,7 +94,7 @@ class Draft:
 
     def _find_sizes(self) -> None:
         """The sizes of [config] that every model has."""
-        base, config, fields = self.probe.base, self.config, self.probe.fields
+        base, config, fields = self.base, self.config, self.fields
         mapped = getattr(config, "attribute_map", {})
         self.sizes: dict[str, Any] = {key: mapped.get(name, name) for key, name in USUAL.items()}
         stream, heads = self.sizes["stream"], self.sizes["q_heads"]
@@ -120,6 +128,17 @@ class Draft:
             self.sizes["kv_heads"], self.key_heads = field, getattr(config, field)
         self.value_dim = getattr(config, self.parts.get("value", ""), self.head_dim)
 
+    def fields(self, name: str, axis: int) -> list[str]:
+        """The fields that move an axis of a tensor."""
+        ends = (self.base[name][axis],), ()
+        found = {field: new.get(name, ())[axis:][:1] for field, new in self.changed.items()}
+        return [field for field, end in found.items() if end not in ends]
+
+    def error(self, why: str) -> GrowthError:
+        """An error about the tensor at hand, with its name and shape."""
+        shape = self.base.get(f"{self.now}.weight", self.base.get(self.now, ()))
+        return GrowthError(f"{template(self.now)} {list(shape)}: {why}")
+
     def place(self, name: str) -> tuple[str, int | None]:
         """The name of a tensor in a table, and the number of its layer."""
         layer = re.match(re.escape(self.stack) + r"(\d+)\.", name)
@@ -129,13 +148,8 @@ class Draft:
         """Give a tensor, or the norm of that name, its row."""
         own, layer = self.place(name)
         self.rows.setdefault(own, {})[layer] = row
+        self.named.add(name)
         self.lm |= set() if name.startswith(self.prefix) else {own}
-
-    def row_of(self, name: str) -> Row | None:
-        """The row of a tensor, or of the norm that it belongs to."""
-        own, layer = self.place(name)
-        norm = self.rows.get(own.rpartition(".")[0], {}).get(layer)
-        return self.rows.get(own, {}).get(layer, norm if norm and "norm" in norm else None)
 
     def size_key(self, fields: Sequence[str], length: int) -> str:
         """The key in [config] of a size that is none of attention: of a field, or of a product."""
@@ -153,7 +167,8 @@ class Draft:
         for key, size in self.sizes.items():
             if name == (size.get("field") if isinstance(size, dict) else size):
                 return key
-        plus, key = length - value, "positions" if "position" in name else name
+        is_first = "position" in name and "positions" not in self.sizes
+        plus, key = length - value, "positions" if is_first else name
         self.sizes[key] = {"field": name, "plus": plus, "reserved": plus} if plus else name
         return key
 
@@ -185,7 +200,7 @@ class Draft:
         pattern = r"experts_per_tok|topk|moe_top_?k|moe_k"
         chosen = [k for k in numbers if re.search(pattern, k) and "group" not in k]
         if not chosen:
-            raise GrowthError("no field says how many experts are chosen")
+            raise self.error("no field says how many experts are chosen")
         if "experts" not in self.spaces:
             self.sizes["experts"] = {"field": names[0], "follows": "nothing"}
             self.sizes["chosen"] = chosen[0]

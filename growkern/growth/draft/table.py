@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from growkern.errors import GrowthError
+from growkern.families import is_met
 from growkern.growth.draft.probe import LAYERS, shapes, template, watch
 from growkern.growth.draft.sizes import Draft, Row
 
@@ -115,46 +116,42 @@ def _merged(draft: Draft, own: str, kinds: dict[str, list[str]]) -> Row | list[R
     groups: dict[str, set[Any]] = {}
     for layer, row in draft.rows[own].items():
         groups.setdefault(json.dumps(row), set()).add(layer)
-    *some, last = sorted(groups, key=lambda text: len(groups[text]))
+    texts = sorted(groups, key=lambda text: len(groups[text]))
     is_whole = len(draft.rows[own]) == LAYERS or None in draft.rows[own]
-    some += [] if is_whole else [last]
-    rows = [json.loads(text) | {"only": _only(draft, own, groups[text], kinds)} for text in some]
-    rows += [json.loads(last)] if is_whole else []
+    some = {text: _only(draft, own, groups[text], kinds) for text in texts[: -is_whole or None]}
+    rows = [json.loads(t) | ({"only": some[t]} if t in some else {}) for t in texts]
     return rows[0] if len(rows) == 1 else rows
 
 
 def _only(draft: Draft, own: str, layers: set[int], kinds: dict[str, list[str]]) -> str:
     """The word for some layers: of a kind that a field says, or of their place."""
     # mixtures have a name that growth knows
-    kind = "sparse" if "experts" in draft.spaces else "special"
-    tried, others = dict(_conditions(draft.config.to_dict())), {*range(LAYERS)} - layers
-    known = kinds.get(kind) or [text for text, those in tried.items() if those == layers]
-    known = known or [text for text, those in tried.items() if those == others]
-    if known and tried[known[0]] in (layers, others):
-        kinds[kind] = known[:1]
-        return kind if tried[known[0]] == layers else f"not_{kind}"
+    kind, every = "sparse" if "experts" in draft.spaces else "special", {*range(LAYERS)}
+    for text in kinds.get(kind) or _conditions(draft.config.to_dict()):
+        met = {layer for layer in every if is_met(text, layer, draft.config)}
+        if met == layers or (kind in kinds and met == every - layers):
+            kinds[kind] = [text]
+            return kind if met == layers else f"not_{kind}"
     if tuple(sorted(layers)) not in ONLY:
         raise GrowthError(f"{own} is in layers {sorted(layers)}, which no field says")
     return ONLY[tuple(sorted(layers))]
 
 
-def _conditions(fields: Mapping[str, Any]) -> Iterator[tuple[str, set[int]]]:
-    """Conditions that a config may have on its layers, and the layers that meet them."""
+def _conditions(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Conditions that a config may have on its layers."""
     for key, value in fields.items():
-        if type(value) is int and 0 < value < LAYERS and re.search("dense|moe|start", key):
-            yield f"from:{key}", {*range(value, LAYERS)}
-        elif isinstance(value, list) and len(value) == LAYERS and isinstance(value[0], str):
-            for word in sorted({*value}):
-                yield f"is:{key}={word}", {i for i, v in enumerate(value) if v == word}
-        elif isinstance(value, list) and value and all(type(v) is int for v in value):
-            yield f"in:{key}", {*value}
+        if isinstance(value, list) and len(value) == LAYERS:
+            yield from (f"is:{key}={word}" for word in sorted({*map(str, value)}))
+        elif isinstance(value, list) or re.search("dense|moe|start", key):
+            text = f"{'in' if isinstance(value, list) else 'from'}:{key}"
+            yield from (text, f"not {text}")
 
 
 def _attention(draft: Draft) -> dict[str, Any]:
     """[attention]: positions. The scale, and which entries turn, are guesses for the check."""
     config, rope = draft.config, getattr(draft.config, "rope_parameters", None)
     is_rotary = bool(rope) or "rotary" in f"{[*draft.modules, *config.to_dict()]}".lower()
-    is_relative = any("relative" in name for name in draft.probe.base)
+    is_relative = any("relative" in name for name in draft.base)
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
     found |= {"divisor": "query_key"} if "query_key" in draft.sizes else {}
@@ -168,7 +165,7 @@ def _attention(draft: Draft) -> dict[str, Any]:
 def _classes(draft: Draft, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """[classes]: the class with a head, and the body's if it has the same tensors."""
     config, prefix, stream = draft.config, draft.prefix, draft.sizes["stream"]
-    equal = [f for f in draft.probe.fields(draft.embedding, 1) if f != stream]
+    equal = [f for f in draft.fields(draft.embedding, 1) if f != stream]
     equal = [f for f in equal if getattr(config, f) == draft.width]
     draft.refuse |= {name: {"differs": stream, "why": OTHER} for name in equal}
     repeated = draft.repeats | dict.fromkeys(equal, "stream")
@@ -181,7 +178,7 @@ def _classes(draft: Draft, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     except Exception:
         # a body that its config alone does not build
         return own
-    mine = {template(n).removeprefix(prefix) for n in draft.probe.base if n.startswith(prefix)}
+    mine = {template(n).removeprefix(prefix) for n in draft.base if n.startswith(prefix)}
     if not prefix or names not in (mine, mine | {*POOLER}):
         return own
     if names != mine:

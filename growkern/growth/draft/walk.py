@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
-from growkern.growth.draft.probe import LAYERS, Call, same, template
+from growkern.growth.draft.probe import LAYERS, Call, same
 from growkern.growth.draft.sizes import Draft, Row
 from growkern.growth.own_table import NormFacts, norm_facts
 
@@ -17,15 +15,8 @@ NAMED = r"(^|[._wW])(q|k|v|query|key|value)(_proj|_lin|_layer|_linear|_global)?\
 QUERY, KEY, GATE = "^q|query", "^k|key", "gate|^g"
 # names of the matrices of experts that write the stream
 LAST = "down|w2|output|wo"
-# role of a norm -> the spaces that it reads and writes
-SPACES = {
-    "pre": "stream>normed",
-    "output": "stream>stream",
-    "post": "stream>stream",
-    "embedding": "stream>stream",
-    "final": "stream>final",
-    "head": "head_pre>head",
-}
+# role of a norm -> the spaces that it reads and writes, if not those of the stream
+SPACES = {"pre": "stream>normed", "final": "stream>final", "head": "head_pre>head"}
 
 
 class Walk:
@@ -45,21 +36,23 @@ class Walk:
         # where a norm returns what its layer returns
         self.is_post = any(same(y, end) for y in norms for end in ends)
         for number, (call, facts) in enumerate(found):
+            draft.now = call.name
             self.front.add(draft.place(call.name)[0])
-            with _naming(draft, call.name):
-                if facts and "index" in call.name:
-                    # of an indexer, whose sizes stay
-                    continue
-                if facts and call.x.shape == call.y.shape:
-                    self._norm(draft.calls[number:], facts)
-                elif _is_matrix(call) and f"{call.name}.weight" in draft.probe.base:
-                    self._matrix(call)
+            if facts and "index" in call.name:
+                # of an indexer, whose sizes stay
+                continue
+            if facts and call.x.shape == call.y.shape:
+                self._norm(draft.calls[number:], facts)
+            elif len(draft.base.get(f"{call.name}.weight", ())) == 2 and not isinstance(
+                call.module, nn.Embedding
+            ):
+                self._matrix(call)
         self._describe()
-        for name, shape in draft.probe.base.items():
-            if draft.row_of(name) is None:
-                with _naming(draft, name):
-                    draft.set_row(name, self._other_row(name, shape))
-        for name, owner in draft.probe.ties.items():
+        for name, shape in draft.base.items():
+            draft.now = name
+            if draft.named.isdisjoint((name, name.rpartition(".")[0])):
+                draft.set_row(name, self._other_row(name, shape))
+        for name, owner in draft.ties.items():
             for row in draft.rows.get(draft.place(name)[0], {}).values():
                 row["tied"] = owner
 
@@ -104,7 +97,7 @@ class Walk:
             later = (c.x for c in calls if draft.place(c.name)[1] == layer)
             is_read = any(same(call.y, x) for x in later)
             role = "post" if self.is_post else "pre" if is_read else "output"
-        row = {"norm": SPACES[role]}
+        row = {"norm": SPACES.get(role, "stream>stream")}
         if role in ("post", "embedding"):
             # extra coordinates carry the mean through the FFN, to the norm behind it
             is_end = layer is None or same(call.y, draft.layers[layer][1])
@@ -116,19 +109,19 @@ class Walk:
         self.front = set()
         self.roles.add(role)
         self.facts.append(facts)
-        self.written.append((call.y, SPACES[role].partition(">")[2]))
+        self.written.append((call.y, row["norm"].partition(">")[2]))
 
     def _inner_norm(self, call: Call, space: str | None) -> None:
         """A norm of queries or keys, of each head or of all together, or of the FFN's units."""
         draft, name, spaces = self.draft, call.name, self.draft.spaces
-        units, last = draft.probe.base.get(f"{name}.weight", (0,))[-1], name.rpartition(".")[2]
-        fields = draft.probe.fields(f"{name}.weight", 0) if units else []
+        units, last = draft.base.get(f"{name}.weight", (0,))[-1], name.rpartition(".")[2]
+        fields = draft.fields(f"{name}.weight", 0) if units else []
         if fields and not any(re.search("head|hidden_size|dim", field) for field in fields):
             space = space or draft.units(fields, units)
         elif re.search(f"{QUERY}|{KEY}", last):
             space = "q" if re.search(QUERY, last) else "k"
         if space not in ("q", "k", *draft.sizes) or units not in (draft.head_dim, call.x.shape[-1]):
-            raise GrowthError(f"a norm of {units} entries inside a block")
+            raise draft.error(f"a norm of {units} entries inside a block")
         written, after = f"{space}_normed", {**spaces[space]}
         if space in draft.sizes:
             spaces[space]["weighted"] = True
@@ -148,7 +141,7 @@ class Walk:
         weight, known = f"{name}.weight", self._source(call.x)
         # weights of GPT-2's kind of module have inputs first
         turn = -1 if type(call.module).__name__ == "Conv1D" else 1
-        shape, ends = draft.probe.base[weight][::turn], (0, 1)[::turn]
+        shape, ends = draft.base[weight][::turn], (0, 1)[::turn]
         in_attention = re.search("att", name.rpartition(".")[0], re.I)
         is_output = in_attention and shape[1] == draft.heads * draft.value_dim
         read = known or ("attn" if is_output else self._axis(weight, ends[1]).split(":")[-1])
@@ -159,7 +152,7 @@ class Walk:
         else:
             own = "write:stream" if read == "attn" else self._axis(weight, ends[0])
         draft.set_row(weight, {"axes": [own, f"read:{read}"][::turn]})
-        if f"{name}.bias" in draft.probe.base:
+        if f"{name}.bias" in draft.base:
             draft.set_row(f"{name}.bias", {"axes": [own]})
         space = own.removeprefix("write:")
         if spaces.get(space, {}).get("kind") in ("heads", "units"):
@@ -167,8 +160,8 @@ class Walk:
 
     def _axis(self, name: str, index: int) -> str:
         """An axis of a tensor, as one that is written, by its length and the fields it follows."""
-        draft, sizes, fields = self.draft, self.draft.sizes, self.draft.probe.fields(name, index)
-        length, module = draft.probe.base[name][index], re.sub(r"\.(weight|bias)$", "", name)
+        draft, sizes, fields = self.draft, self.draft.sizes, self.draft.fields(name, index)
+        length, module = draft.base[name][index], re.sub(r"\.(weight|bias)$", "", name)
         attended, keys = (n * draft.head_dim for n in (draft.heads, draft.key_heads))
         if draft.experts(fields):
             return "write:experts"
@@ -200,7 +193,7 @@ class Walk:
             if length == attended and re.search(GATE, module.rpartition(".")[2]):
                 return "write:attn"
         # embeddings may have a field of their own that must equal the stream's
-        widths = {sizes["stream"], *draft.probe.fields(draft.embedding, 1)}
+        widths = {sizes["stream"], *draft.fields(draft.embedding, 1)}
         if length == draft.width and widths.intersection(fields):
             return "write:stream"
         layers = LAYERS if sizes["layers"] in fields else 1
@@ -239,18 +232,3 @@ class Walk:
             if (is_stream != bool(re.search(LAST, leaf))) if is_matrix else "bias" not in leaf:
                 axes[i] = f"read:{self.source}" if is_stream else axis.replace("write", "read")
         return {"axes": axes}
-
-
-@contextmanager
-def _naming(draft: Draft, name: str) -> Iterator[None]:
-    """Put the name and shape of a tensor before an error about it."""
-    try:
-        yield
-    except GrowthError as error:
-        shape = draft.probe.base.get(f"{name}.weight", draft.probe.base.get(name, ()))
-        raise GrowthError(f"{template(name)} {list(shape)}: {error}") from error
-
-
-def _is_matrix(call: Call) -> bool:
-    weight = getattr(call.module, "weight", None)
-    return not isinstance(call.module, nn.Embedding) and getattr(weight, "ndim", 0) == 2
