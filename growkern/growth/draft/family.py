@@ -163,7 +163,7 @@ def draft_family(config: Any) -> DraftedFamily:
             f"{error}; {what}; extend its table by hand, and check yours with growkern family "
             f"draft SRC --table my.toml: {DOCS}/add_model.md"
         ) from error
-    return DraftedFamily(found, report, (*draft.assumed, *assumed))
+    return DraftedFamily(found, report, tuple(assumed))
 
 
 def _measured(cls: Any, config: Any) -> Draft:

@@ -17,16 +17,17 @@ KEYS = "key_value_heads|kv_heads|head_kv|group_num"
 # sizes that every model has, by the names that transformers maps to a config's own
 USUAL = {"vocab": "vocab_size", "stream": "hidden_size", "layers": "num_hidden_layers"}
 USUAL |= {"q_heads": "num_attention_heads"}
-# parts of a head that have sizes of their own
+# parts of a head that have sizes of their own, where keys and values come from a latent vector
 PARTS = {"nope": "qk_nope_head_dim", "head_dim": "qk_rope_head_dim", "value": "v_head_dim"}
-# heads of such parts, where keys and values come from a latent vector
 LATENT: dict[str, Row] = {
     "nope_query": {"kind": "head", "size": "nope", "part": "query"},
     "turning_query": {"kind": "head", "size": "head_dim", "part": "query"},
     "nope_key": {"kind": "head", "size": "nope", "part": "key"},
     "turning_key": {"kind": "fixed", "size": "head_dim"},
+    "value": {"kind": "head", "size": "value"},
     "q": {"kind": "heads", "heads": "q_heads", "entries": "nope_query|turning_query"},
     "kv": {"kind": "heads", "heads": "q_heads", "entries": "nope_key|value"},
+    "attn": {"kind": "heads", "heads": "q_heads", "entries": "value"},
 }
 
 
@@ -46,7 +47,6 @@ class Draft:
         layers: what enters and leaves every layer.
         width, heads, key_heads, head_dim: entries of the stream, heads, and entries of one.
         repeats: that of its classes, but for fields that equal the stream's.
-        assumed: what no measurement shows, one line each.
     """
 
     def __init__(self, cls: Any, config: Any) -> None:
@@ -64,8 +64,8 @@ class Draft:
                 f"{len(stacks)} lists of layers ({', '.join(stacks)}); a draft has one"
             )
         self.stack, calls = f"{stacks[0]}.", {call.name: call for call in self.calls}
-        names = [f"{self.stack}{layer}" for layer in range(LAYERS)]
-        self.layers = [(calls[name].x, calls[name].y) for name in names]
+        blocks = [calls[f"{self.stack}{layer}"] for layer in range(LAYERS)]
+        self.layers = [(block.x, block.y) for block in blocks]
         inner = self.model.get_input_embeddings()
         self.embedding = next(n for n, m in self.modules.items() if m is inner) + ".weight"
         self.rows: dict[str, dict[int | None, Row]] = {}
@@ -73,8 +73,6 @@ class Draft:
         self.lm, self.named = set[str](), set[str]()
         self.norm: dict[str, Any] = {}
         self.behind: dict[str, set[str]] = {}
-        self.refuse: dict[str, dict[str, Any]] = {}
-        self.assumed: list[str] = []
         self._find_sizes()
         keys = "kv_heads" if "kv_heads" in self.sizes else "q_heads"
         self.spaces: dict[str, dict[str, Any]] = {
@@ -86,11 +84,7 @@ class Draft:
             "attn": {"kind": "heads", "heads": "q_heads"},
             "final": {"kind": "tied_output", "of": "stream", "untied": "normed"},
         }
-        self.spaces |= LATENT if "nope" in self.parts else {}
-        if "value" in self.parts:
-            self.spaces["value"] = {"kind": "head", "size": "value"}
-            for space in ("v", "attn"):
-                self.spaces[space]["entries"] = "value"
+        self.spaces |= LATENT if self.parts else {}
 
     def _find_sizes(self) -> None:
         """The sizes of [config] that every model has."""
@@ -102,15 +96,12 @@ class Draft:
         self.key_heads, self.head_dim = self.heads, self.width // self.heads
         axes = [(name, i) for name, shape in base.items() for i in range(len(shape))]
         moved = {field for axis in axes for field in fields(*axis)}
-        # if no matrix behind attention reads its heads, only stream / heads fits
-        is_read = any("head_dim" in fields(name, i) for name, i in axes if i == 1)
-        self.parts = {part: field for part, field in PARTS.items() if field in moved}
-        self.sizes |= self.parts
         self.repeats: dict[str, str] = {}
-        if "nope" in self.parts:
-            query = [self.parts["nope"], self.parts["head_dim"]]
-            self.head_dim = sum(getattr(config, field) for field in query)
-            self.sizes["query_key"] = {"default": " + ".join(query)}
+        self.parts = PARTS if moved.issuperset(PARTS.values()) else {}
+        self.sizes |= self.parts
+        if self.parts:
+            self.head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+            self.sizes["query_key"] = {"default": "qk_nope_head_dim + qk_rope_head_dim"}
             # every head has a key of its own, which no tensor shows
             for field in (f for f in config.to_dict() if re.search(KEYS, f)):
                 setattr(config, field, self.heads)
@@ -118,15 +109,14 @@ class Draft:
         elif "head_dim" in moved:
             self.head_dim = getattr(config, "head_dim", None) or self.head_dim
             computed = {"default": f"{stream} / {heads}"}
-            self.sizes |= (
-                {"head_dim": {"field": "head_dim", **computed}}
-                if is_read
-                else {"of_head": computed}
-            )
-            self.repeats = {} if is_read else {"head_dim": "of_head"}
+            if any("head_dim" in fields(name, i) for name, i in axes if i == 1):
+                self.sizes["head_dim"] = {"field": "head_dim", **computed}
+            else:
+                # no matrix behind attention reads its heads: only stream / heads fits
+                self.sizes["of_head"], self.repeats = computed, {"head_dim": "of_head"}
         for field in (f for f in moved if re.search(KEYS, f)):
             self.sizes["kv_heads"], self.key_heads = field, getattr(config, field)
-        self.value_dim = getattr(config, self.parts.get("value", ""), self.head_dim)
+        self.value_dim = config.v_head_dim if self.parts else self.head_dim
 
     def fields(self, name: str, axis: int) -> list[str]:
         """The fields that move an axis of a tensor."""
@@ -153,17 +143,14 @@ class Draft:
 
     def size_key(self, fields: Sequence[str], length: int) -> str:
         """The key in [config] of a size that is none of attention: of a field, or of a product."""
-        if not fields:
-            self.sizes[f"n{length}"] = length
-            return f"n{length}"
-        name, value = fields[0], getattr(self.config, fields[0]) or length
-        if len(fields) > 1:
-            key = "_by_".join(fields)
-            self.sizes[key] = {"default": " * ".join(fields)}
+        if len(fields) != 1:
+            key = "_by_".join(fields) or f"n{length}"
+            self.sizes[key] = {"default": " * ".join(fields)} if fields else length
             # each of them may grow
             for field in fields:
                 self.size_key([field], getattr(self.config, field))
             return key
+        name, value = fields[0], getattr(self.config, fields[0]) or length
         for key, size in self.sizes.items():
             if name == (size.get("field") if isinstance(size, dict) else size):
                 return key
@@ -176,14 +163,11 @@ class Draft:
         """The space of the units on an axis, or several: "ffn|ffn"."""
         own = [field for field in fields if field != self.sizes["stream"]]
         # a field without a value was set
-        size = (
-            math.prod(getattr(self.config, field) or length for field in own) if own else self.width
-        )
-        times, rest = divmod(length, size)
+        values = [getattr(self.config, field) or length for field in own] or [self.width]
+        times, rest = divmod(length, size := math.prod(values))
         if rest or not fields or (times == 1 and not own):
-            raise GrowthError(
-                f"{length} units are no multiple of {' * '.join(fields) or 'a field'}"
-            )
+            names = " * ".join(fields) or "a field"
+            raise self.error(f"{length} units are no multiple of {names}")
         if own:
             key = self.size_key(own, size)
         else:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from growkern.errors import GrowthError
@@ -32,7 +33,10 @@ def table_of(draft: Draft) -> dict[str, Any]:
     # classes may write lists into the config
     lists = draft.model.config.to_dict().items()
     flags = {k: v for k, v in fields.items() if type(v) is bool and not re.search(GENERAL, k)}
-    draft.refuse |= {flag: {"value": not value, "why": OTHER} for flag, value in flags.items()}
+    refuse: Row = {flag: {"value": not value, "why": OTHER} for flag, value in flags.items()}
+    # other fields that have to equal the stream's
+    stream, widths = draft.sizes["stream"], draft.fields(draft.embedding, 1)
+    equal = [f for f in widths if f != stream and getattr(config, f) == draft.width]
     depth = _add_carrying(draft)
     _add_scale(draft)
     # experts name the kinds of layers
@@ -48,10 +52,10 @@ def table_of(draft: Draft) -> dict[str, Any]:
         "norm": draft.norm,
         "attention": _attention(draft),
         "config": draft.sizes,
-        "refuse": draft.refuse,
+        "refuse": refuse | {field: {"differs": stream, "why": OTHER} for field in equal},
         "kinds": kinds,
         "spaces": draft.spaces,
-        "classes": _classes(draft, parts),
+        "classes": _classes(draft, parts, equal),
         "depth": depth,
         "tensors": {part: rows for part, rows in parts.items() if rows},
     }
@@ -94,21 +98,21 @@ def _add_carrying(draft: Draft) -> dict[str, Any]:
 
 def _add_scale(draft: Draft) -> None:
     """The model's factor on its embeddings, if it is a root of the hidden size."""
-    module, root = draft.model.get_input_embeddings(), draft.width**0.5
-    scaled = functional.embedding(draft.ids, module.weight) * root
-    values = (draft.layers[0][0], *(call.y for call in draft.calls if call.module is module))
-    near = (v for v in values if v.shape == scaled.shape and torch.allclose(v, scaled, rtol=5e-3))
-    if "final" in draft.spaces and any(True for _ in near):
-        scale = "rounded(sqrt(stream))" if _is_rounded(draft, root) else "sqrt(stream)"
+
+    def scaled(model: Any) -> Tensor:
+        module = model.get_input_embeddings()
+        return functional.embedding(draft.ids, module.weight) * draft.width**0.5
+
+    near = scaled(draft.model)
+    values = [y for name, _, _, y in draft.calls if f"{name}.weight" == draft.embedding]
+    values = [v for v in (*values, draft.layers[0][0]) if v.shape == near.shape]
+    if "final" in draft.spaces and any(torch.allclose(v, near, rtol=5e-3) for v in values):
+        # some models round it to their dtype; bfloat16 shows it
+        model, _, calls = watch(draft.cls, draft.config, torch.bfloat16)
+        is_plain = any(torch.equal(v, scaled(model)) for call in calls for v in (call.x, call.y))
+        scale = "sqrt(stream)" if is_plain else "rounded(sqrt(stream))"
         draft.rows[draft.place(draft.embedding)[0]][None]["scale"] = f"1/{scale}"
         draft.spaces["final"]["scale"] = scale
-
-
-def _is_rounded(draft: Draft, root: float) -> bool:
-    """True if the model rounds its factor on the embeddings to its dtype; bfloat16 shows it."""
-    model, ids, calls = watch(draft.cls, draft.config, torch.bfloat16)
-    scaled = functional.embedding(ids, model.get_input_embeddings().weight) * root
-    return not any(torch.equal(value, scaled) for call in calls for value in (call.x, call.y))
 
 
 def _merged(draft: Draft, own: str, kinds: dict[str, list[str]]) -> Row | list[Row]:
@@ -162,19 +166,16 @@ def _attention(draft: Draft) -> dict[str, Any]:
     return found
 
 
-def _classes(draft: Draft, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _classes(draft: Draft, parts: dict[str, Row], equal: list[str]) -> dict[str, Any]:
     """[classes]: the class with a head, and the body's if it has the same tensors."""
-    config, prefix, stream = draft.config, draft.prefix, draft.sizes["stream"]
-    equal = [f for f in draft.fields(draft.embedding, 1) if f != stream]
-    equal = [f for f in equal if getattr(config, f) == draft.width]
-    draft.refuse |= {name: {"differs": stream, "why": OTHER} for name in equal}
+    prefix = draft.prefix
     repeated = draft.repeats | dict.fromkeys(equal, "stream")
     repeats = {"repeats": repeated} if repeated else {}
     heads = ["lm"] if parts["lm"] else []
     own = {draft.cls.__name__: {"prefix": prefix, "body": ["trunk"], "heads": heads, **repeats}}
     body = type(getattr(draft.model, draft.cls.base_model_prefix, draft.model))
     try:
-        names = {template(name) for name in shapes(body, config)[0]}
+        names = {template(name) for name in shapes(body, draft.config)[0]}
     except Exception:
         # a body that its config alone does not build
         return own

@@ -25,7 +25,7 @@ class Walk:
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
         # what is known to have been written, and its space
-        self.written: list[tuple[Tensor, str]] = []
+        self.written = [(value, "stream") for pair in draft.layers for value in pair]
         # of the norms of the stream
         self.roles: set[str] = set()
         self.facts: list[NormFacts] = []
@@ -64,22 +64,15 @@ class Walk:
             raise GrowthError(f"norms of {len(kinds)} kinds: {names}")
         inside = self.roles & {"pre", "post", "output"}
         place = "sandwich" if len(inside) == 2 else min(inside, default="pre")
+        # what a block reads
+        self.source = "normed" if place in ("pre", "sandwich") else "stream"
         kind, plus_one, eps = self.facts[0]
-        fields = (k for k, v in draft.config.to_dict().items() if "eps" in k and v == eps)
-        if (field := next(fields, None)) is None:
-            draft.assumed.append(f"eps={eps:g} of the norms follows no field")
-        draft.norm = {"kind": kind, "placement": place, "eps": field or eps, "plus_one": plus_one}
-
-    @property
-    def source(self) -> str:
-        """The space that a block reads."""
-        return "normed" if self.draft.norm["placement"] in ("pre", "sandwich") else "stream"
+        field = next((k for k, v in draft.config.to_dict().items() if "eps" in k and v == eps), eps)
+        draft.norm = {"kind": kind, "placement": place, "eps": field, "plus_one": plus_one}
 
     def _source(self, x: Tensor) -> str | None:
         """The space of a value that enters a module; None: nothing known wrote it."""
-        known = (space for value, space in self.written if same(value, x))
-        streams = (value for pair in self.draft.layers for value in pair)
-        return next(known, "stream" if any(same(value, x) for value in streams) else None)
+        return next((space for value, space in self.written if same(value, x)), None)
 
     def _norm(self, calls: list[Call], facts: NormFacts) -> None:
         """The row of the first of these calls, a norm."""
@@ -151,6 +144,9 @@ class Walk:
             own = "write:head_pre"
         else:
             own = "write:stream" if read == "attn" else self._axis(weight, ends[0])
+        if own == "vocab" and known is None and "final" in self.roles:
+            # something lies between the last norm and the head, such as a factor
+            read = "final"
         draft.set_row(weight, {"axes": [own, f"read:{read}"][::turn]})
         if f"{name}.bias" in draft.base:
             draft.set_row(f"{name}.bias", {"axes": [own]})
@@ -173,25 +169,24 @@ class Walk:
         if sizes["vocab"] in fields:
             return "vocab"
         parts = {part for part, field in draft.parts.items() if field in fields}
-        if "head_dim" in parts and sizes["q_heads"] not in fields:
+        if parts == {"head_dim"}:
             # the part of a key that turns is one for all heads
-            turning = getattr(draft.config, draft.parts["head_dim"])
             own = [field for field in fields if "head_dim" not in field]
-            return f"write:{draft.units(own, length - turning)}|turning_key"
+            return f"write:{draft.units(own, length - draft.config.qk_rope_head_dim)}|turning_key"
         if "nope" in parts:
             return "write:q" if "head_dim" in parts else "write:kv"
-        if (named := re.search(NAMED, module)) and (length in (attended, keys) or parts):
+        if (named := re.search(NAMED, module)) and length in (attended, keys):
             return f"write:{named[2][0]}"
-        if re.search("att", module.rpartition(".")[0], re.I):
-            if length in (attended + 2 * keys, attended + 2 * draft.head_dim):
-                if length != attended + 2 * keys:
-                    # one key and one value for all heads, which no field says
-                    sizes["kv_heads"] = 1
-                    draft.spaces["k"]["heads"] = draft.spaces["v"]["heads"] = "kv_heads"
-                # the order is assumed; the check confirms it
-                return "write:q|k|v"
-            if length == attended and re.search(GATE, module.rpartition(".")[2]):
-                return "write:attn"
+        in_attention, pair = re.search("att", module.rpartition(".")[0], re.I), 2 * draft.head_dim
+        if in_attention and length in (attended + 2 * keys, attended + pair):
+            if length != attended + 2 * keys:
+                # one key and one value for all heads, which no field says
+                sizes["kv_heads"] = 1
+                draft.spaces["k"]["heads"] = draft.spaces["v"]["heads"] = "kv_heads"
+            # the order is assumed; the check confirms it
+            return "write:q|k|v"
+        if in_attention and length == attended and re.search(GATE, module.rpartition(".")[2]):
+            return "write:attn"
         # embeddings may have a field of their own that must equal the stream's
         widths = {sizes["stream"], *draft.fields(draft.embedding, 1)}
         if length == draft.width and widths.intersection(fields):
