@@ -10,10 +10,7 @@ from typing import Any
 import transformers
 from rich.console import Group
 from rich.text import Text
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto as auto
 
 from growkern.errors import GrowthError, reason
 from growkern.families import own_family
@@ -22,7 +19,7 @@ from growkern.growth.draft.probe import small_configs
 from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import table_of
 from growkern.growth.draft.walk import Walk
-from growkern.growth.own_table import SizeCheck, TableReport, check_family, first_growths
+from growkern.growth.own_table import TableReport, check_family, first_growths
 from growkern.growth.source import described
 from growkern.package import DOCS
 
@@ -36,12 +33,12 @@ GUESSES = {
     "pairs=adjacent": {ROTARY: r'\g<0>, "pairs": "adjacent"'},
     "whole_pairs=True": {ROTARY: r'\g<0>, "whole_pairs": true'},
     "positions follow from the number of heads": {
-        r'"attention": {"positions": "(?!rotary)': r"\g<0>",
-        r'"q_heads": ("\w+")': r'"q_heads": {"field": \1, "fixed": true}',
+        r'("attention": {"positions": "(?!rotary).*"q_heads": )("\w+")': r"\1"
+        r'{"field": \2, "fixed": true}',
     },
     "each head has all three": {
         r'"write:q\|k\|v"': '"write:q"',
-        '"part": "query"': '"part": "query|key|value"',
+        r'("q": {[^}]*"part": "query)"': r'\1|key|value"',
     },
     "units cannot carry a mean": {r', "(extra|into)": "[^"]*"': ""},
     # each copy of an expert has its share of the probability, and so of what is added to it
@@ -86,15 +83,16 @@ class DraftedFamily:
     @property
     def refused(self) -> dict[str, str]:
         """Size -> why the check could not grow it, neither evenly nor unevenly."""
-        worst = self._sizes.items()
-        return {size: " ".join(g.why.split()) for size, g in worst if g.verdict == "refused"}
+        return self._sizes["refused"]
 
     @property
-    def _sizes(self) -> dict[str, SizeCheck]:
-        """Size -> the worst of its growths alone."""
+    def _sizes(self) -> dict[str, dict[str, str]]:
+        """Verdict -> the sizes for whose growths alone it is the worst one, and why."""
         growths = sorted(self.report.growths, key=lambda growth: VERDICTS.index(growth.verdict))
         alone = ((re.fullmatch(r"(\S+) \d+ -> \d+", growth.sizes), growth) for growth in growths)
-        return {size[1]: growth for size, growth in alone if size}
+        worst = {size[1]: growth for size, growth in alone if size}
+        said = [(g.verdict, size, " ".join(g.why.split())) for size, g in worst.items()]
+        return {word: {size: why for one, size, why in said if one == word} for word in VERDICTS}
 
     @property
     def _notes(self) -> list[str]:
@@ -102,13 +100,10 @@ class DraftedFamily:
         name, flags = next(reversed(self.content["classes"])), self.content.get("refuse", {})
         word = "verified by growing a tiny model" if self.verified else "NOT verified"
         wrong = (f"{g.sizes}: {g.why}" for g in self.report.growths if g.verdict == "wrong")
-        grown = {
-            verdict: [size for size, worst in self._sizes.items() if worst.verdict == verdict]
-            for verdict in VERDICTS[1:-1]
-        }
+        grown = [(word, [*self._sizes[word]]) for word in VERDICTS[1:-1]]
         return [
             f"drafted from {name}, {word}; measured, but for what is assumed",
-            *(f"{word} in: {', '.join(names)}" for word, names in grown.items() if names),
+            *(f"{word} in: {', '.join(names)}" for word, names in grown if names),
             *(f"refused: {size}: {why}" for size, why in self.refused.items()),
             *(f"assumed: {line}" for line in self.assumed),
             *(f"refused: {k}={r.get('value', 'another')}: {r['why']}" for k, r in flags.items()),
@@ -173,18 +168,18 @@ def _measured(cls: Any, config: Any) -> Draft:
         small.architectures = [cls.__name__]
         try:
             return Draft(cls, small)
+        except GrowthError as other:
+            error = other
         except Exception as other:
             # classes raise errors of any type where sizes do not fit
-            error = other if isinstance(other, GrowthError) else GrowthError(reason(other))
+            error = GrowthError(f"a small model of this class does not run: {reason(other)}")
     raise error
 
 
 def class_for(config: Any) -> Any:
     """The class to draft from: that of the config, or one with a head for tokens."""
-    head = (MODEL_FOR_MASKED_LM_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).get(
-        config.model_type
-    )
-    for name in (*(config.architectures or ()), str(head)):
+    heads = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    for name in (*(config.architectures or ()), heads.get(config.model_type, "")):
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return cls

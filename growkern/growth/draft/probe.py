@@ -12,20 +12,23 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
-from growkern.errors import GrowthError, reason
+from growkern.errors import GrowthError
 from growkern.growth.models import restore_buffers
 from growkern.growth.outputs import Float64
 from growkern.growth.own_table import NO_FIELDS, plain_rotary, randomize
 
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 # layers of the small model, and its most parameters
 LAYERS, MOST = 4, 2e7
+# experts that a token takes
+CHOSEN = "num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts"
 # the value that growth must not meet twice: name of a field -> its value in the small model
 SMALL = (
     (r"(num_)?(hidden_)?(n_)?layers?", LAYERS),
@@ -40,7 +43,7 @@ SMALL = (
     (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 8),
     (r"n_group|topk_group|n_shared_experts|num_shared_experts|first_k_dense_replace", 1),
     (r"moe_layer_start_index", 1),
-    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
+    (CHOSEN, 2),
     (r"rotary_dim", 8),
     (r"\w*_lora_rank", 40),
     (r"index_n_heads|index_topk", 6),
@@ -67,8 +70,7 @@ def small_configs(config: Any) -> Iterator[Any]:
         except Exception:
             # classes raise errors of any type where sizes do not fit
             continue
-        if hasattr(small, "use_cache"):
-            small.use_cache = False
+        small.use_cache = False
         small._experts_implementation = "eager"
         yield small
 
@@ -89,7 +91,7 @@ def _small(name: str, old: Any, layers: Any, rules: Iterable[tuple[str, Any]]) -
     return new if type(old) is int or (old is None and new != 1) else old
 
 
-def shapes(cls: Any, config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def shapes(cls: Any, config: Any) -> tuple[Shapes, dict[str, str]]:
     """Name -> shape of every tensor of a model, and its ties."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,29 +100,22 @@ def shapes(cls: Any, config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str,
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, ties
 
 
-def changed_shapes(cls: Any, config: Any) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
-    """Every number of the config that may be another, and name -> shape with that one."""
-    for name, old in {"head_dim": None, **config.to_dict()}.items():
-        for new in _others(name, old):
+def probed(cls: Any, config: Any) -> tuple[Shapes, dict[str, str], dict[str, Shapes]]:
+    """The shapes of a class, its ties if it has any, and the shapes with each number changed."""
+    # by the config's class, so that what follows from a field follows
+    fields, changed = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}, {}
+    for name, old in {"head_dim": None, **fields}.items():
+        is_size = type(old) is int and old > 0 and not name.endswith("_token_id")
+        unset = (24,) if old in (None, 0) and re.search("head_dim|n_inner", name) else ()
+        for new in (2 * old, old + 1, old // 2) if is_size else unset:
             try:
-                yield name, shapes(cls, with_field(config, name, new))[0]
+                changed[name], _ = shapes(cls, type(config)(**{**fields, name: new}))
             except Exception:
                 # classes raise errors of any type where sizes do not fit
                 continue
             break
-
-
-def with_field(config: Any, name: str, value: Any) -> Any:
-    """The config with one field changed, by its class, so that what follows from it follows."""
-    fields = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
-    return type(config)(**{**fields, name: value})
-
-
-def _others(name: str, value: Any) -> tuple[Any, ...]:
-    """Other values of a field, of which the first that the class takes is tried."""
-    if type(value) is int and value > 0 and not name.endswith("_token_id"):
-        return 2 * value, value + 1, value // 2
-    return (24,) if value in (None, 0) and re.search("head_dim|n_inner", name) else ()
+    _, ties = shapes(cls, type(config)(**{**fields, "tie_word_embeddings": True}))
+    return shapes(cls, config)[0], ties, changed
 
 
 def template(name: str) -> str:
@@ -152,7 +147,8 @@ def watch(cls: Any, config: Any, dtype: Any = torch.float64) -> tuple[Any, Tenso
     calls: list[Call] = []
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        x, y = first_tensor((args, kwargs)), first_tensor(out)
+        ends = [filter(torch.is_tensor, tree_leaves(values)) for values in ((args, kwargs), out)]
+        x, y = (next((t for t in end if t.is_floating_point()), None) for end in ends)
         if y is not None:
             # embeddings read integers
             calls.append(Call(name, module, (y if x is None else x).clone(), y.clone()))
@@ -160,21 +156,11 @@ def watch(cls: Any, config: Any, dtype: Any = torch.float64) -> tuple[Any, Tenso
     modules = [(name, module) for name, module in model.named_modules() if name]
     hooks = [m.register_forward_hook(partial(note, n), with_kwargs=True) for n, m in modules]
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-    try:
-        with Float64():
-            model(input_ids=ids)
-    except Exception as error:
-        # classes raise errors of any type where sizes do not fit each other
-        raise GrowthError(f"a small model of this class does not run: {reason(error)}") from error
+    with Float64():
+        model(input_ids=ids)
     for each in hooks:
         each.remove()
     return model, ids, calls
-
-
-def first_tensor(values: Any) -> Tensor | None:
-    """The first tensor that holds no integers."""
-    leaves = (x for x in tree_leaves(values) if torch.is_tensor(x) and x.is_floating_point())
-    return next(leaves, None)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from growkern.errors import GrowthError
-from growkern.growth.draft.probe import LAYERS, changed_shapes, shapes, template, watch, with_field
+from growkern.growth.draft.probe import CHOSEN, KEY_HEADS, LAYERS, probed, template, watch
 
 Row = dict[str, Any]
-KEYS = "key_value_heads|kv_heads|head_kv|group_num"
 # sizes that every model has, by the names that transformers maps to a config's own
 USUAL = {"vocab": "vocab_size", "stream": "hidden_size", "layers": "num_hidden_layers"}
 USUAL |= {"q_heads": "num_attention_heads"}
@@ -52,17 +51,13 @@ class Draft:
     def __init__(self, cls: Any, config: Any) -> None:
         self.cls, self.config = cls, config
         self.model, self.ids, self.calls = watch(cls, config)
-        self.base, _ = shapes(cls, config)
-        _, self.ties = shapes(cls, with_field(config, "tie_word_embeddings", True))
-        self.changed = dict(changed_shapes(cls, config))
+        self.base, self.ties, self.changed = probed(cls, config)
         base, self.modules = cls.base_model_prefix, dict(self.model.named_modules())
         self.prefix = f"{base}." if hasattr(self.model, base) else ""
         lists = {n: m for n, m in self.modules.items() if isinstance(m, nn.ModuleList)}
         stacks = [n for n, m in lists.items() if len(m) == LAYERS and not re.search(r"\.\d+\.", n)]
         if len(stacks) != 1:
-            raise GrowthError(
-                f"{len(stacks)} lists of layers ({', '.join(stacks)}); a draft has one"
-            )
+            raise GrowthError(f"{len(stacks)} lists of layers; a draft has one")
         self.stack, calls = f"{stacks[0]}.", {call.name: call for call in self.calls}
         blocks = [calls[f"{self.stack}{layer}"] for layer in range(LAYERS)]
         self.layers = [(block.x, block.y) for block in blocks]
@@ -103,7 +98,7 @@ class Draft:
             self.head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
             self.sizes["query_key"] = {"default": "qk_nope_head_dim + qk_rope_head_dim"}
             # every head has a key of its own, which no tensor shows
-            for field in (f for f in config.to_dict() if re.search(KEYS, f)):
+            for field in (f for f in config.to_dict() if re.fullmatch(KEY_HEADS, f)):
                 setattr(config, field, self.heads)
                 self.repeats[field] = "q_heads"
         elif "head_dim" in moved:
@@ -114,7 +109,7 @@ class Draft:
             else:
                 # no matrix behind attention reads its heads: only stream / heads fits
                 self.sizes["of_head"], self.repeats = computed, {"head_dim": "of_head"}
-        for field in (f for f in moved if re.search(KEYS, f)):
+        for field in (f for f in moved if re.fullmatch(KEY_HEADS, f)):
             self.sizes["kv_heads"], self.key_heads = field, getattr(config, field)
         self.value_dim = config.v_head_dim if self.parts else self.head_dim
 
@@ -180,9 +175,8 @@ class Draft:
         names = [f for f in fields if "expert" in f]
         if not names or any(re.search("size|dim", f) for f in fields):
             return None
-        numbers = {k: v for k, v in self.config.to_dict().items() if type(v) is int}
-        pattern = r"experts_per_tok|topk|moe_top_?k|moe_k"
-        chosen = [k for k in numbers if re.search(pattern, k) and "group" not in k]
+        numbers = {k for k, v in self.config.to_dict().items() if type(v) is int}
+        chosen = [k for k in numbers if re.fullmatch(CHOSEN, k)]
         if not chosen:
             raise self.error("no field says how many experts are chosen")
         if "experts" not in self.spaces:
@@ -191,7 +185,7 @@ class Draft:
             self.spaces["experts"] = {"kind": "experts", "size": "experts", "chosen": "chosen"}
             if loss := next((k for k in self.config.to_dict() if "aux_loss_coef" in k), None):
                 self.spaces["experts"]["averaged"] = loss
-            if {"n_group", "topk_group"} <= numbers.keys():
+            if {"n_group", "topk_group"} <= numbers:
                 self.sizes |= {"groups": "n_group", "chosen_groups": "topk_group"}
                 self.spaces["experts"]["groups"] = ["groups", "chosen_groups"]
         return "experts"

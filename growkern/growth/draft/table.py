@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from growkern.errors import GrowthError
 from growkern.families import is_met
-from growkern.growth.draft.probe import LAYERS, shapes, template, watch
+from growkern.growth.draft.probe import LAYERS, shapes, watch
 from growkern.growth.draft.sizes import Draft, Row
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
@@ -155,13 +155,14 @@ def _attention(draft: Draft) -> dict[str, Any]:
     """[attention]: positions. The scale, and which entries turn, are guesses for the check."""
     config, rope = draft.config, getattr(draft.config, "rope_parameters", None)
     is_rotary = bool(rope) or "rotary" in f"{[*draft.modules, *config.to_dict()]}".lower()
-    is_relative = any("relative" in name for name in draft.base)
-    positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
+    positions = (
+        "rotary" if is_rotary else "relative" if "relative" in f"{[*draft.base]}" else "learned"
+    )
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
     found |= {"divisor": "query_key"} if "query_key" in draft.sizes else {}
     if "partial_rotary_factor" in f"{rope}":
         found["partial"] = True
-    elif is_rotary and hasattr(config, "rotary_dim"):
+    elif not rope and hasattr(config, "rotary_dim"):
         found["turning"] = "rotary_dim"
     return found
 
@@ -175,12 +176,12 @@ def _classes(draft: Draft, parts: dict[str, Row], equal: list[str]) -> dict[str,
     own = {draft.cls.__name__: {"prefix": prefix, "body": ["trunk"], "heads": heads, **repeats}}
     body = type(getattr(draft.model, draft.cls.base_model_prefix, draft.model))
     try:
-        names = {template(name) for name in shapes(body, draft.config)[0]}
+        names = {*shapes(body, draft.config)[0]}
     except Exception:
         # a body that its config alone does not build
         return own
-    mine = {template(n).removeprefix(prefix) for n in draft.base if n.startswith(prefix)}
-    if not prefix or names not in (mine, mine | {*POOLER}):
+    mine = {name.removeprefix(prefix) for name in draft.base if name.startswith(prefix)}
+    if names not in (mine, mine | {*POOLER}):
         return own
     if names != mine:
         draft.spaces["pool"] = {"kind": "units", "size": "stream"}

@@ -6,13 +6,12 @@ import re
 
 from torch import Tensor, nn
 
-from growkern.errors import GrowthError
 from growkern.growth.draft.probe import LAYERS, Call, same
 from growkern.growth.draft.sizes import Draft, Row
 from growkern.growth.own_table import NormFacts, norm_facts
 
 NAMED = r"(^|[._wW])(q|k|v|query|key|value)(_proj|_lin|_layer|_linear|_global)?\d?$"
-QUERY, KEY, GATE = "^q|query", "^k|key", "gate|^g"
+GATE = "gate|^g"
 # names of the matrices of experts that write the stream
 LAST = "down|w2|output|wo"
 # role of a norm -> the spaces that it reads and writes, if not those of the stream
@@ -26,9 +25,8 @@ class Walk:
         self.draft = draft
         # what is known to have been written, and its space
         self.written = [(value, "stream") for pair in draft.layers for value in pair]
-        # of the norms of the stream
-        self.roles: set[str] = set()
-        self.facts: list[NormFacts] = []
+        # the role of each norm of the stream, and what it computes
+        self.norms: list[tuple[str, NormFacts]] = []
         # the modules called since the last of them
         self.front: set[str] = set()
         found = [(call, norm_facts(call.module, call.x.shape[-1])) for call in draft.calls]
@@ -38,14 +36,11 @@ class Walk:
         for number, (call, facts) in enumerate(found):
             draft.now = call.name
             self.front.add(draft.place(call.name)[0])
-            if facts and "index" in call.name:
-                # of an indexer, whose sizes stay
-                continue
-            if facts and call.x.shape == call.y.shape:
+            is_matrix = len(draft.base.get(f"{call.name}.weight", ())) == 2
+            if facts and call.x.shape == call.y.shape and "index" not in call.name:
+                # the sizes of an indexer stay
                 self._norm(draft.calls[number:], facts)
-            elif len(draft.base.get(f"{call.name}.weight", ())) == 2 and not isinstance(
-                call.module, nn.Embedding
-            ):
+            elif is_matrix and not isinstance(call.module, nn.Embedding):
                 self._matrix(call)
         self._describe()
         for name, shape in draft.base.items():
@@ -57,16 +52,13 @@ class Walk:
                 row["tied"] = owner
 
     def _describe(self) -> None:
-        """[norm]: what the norms of the stream compute, and where they lie."""
-        draft, kinds = self.draft, {(facts.kind, facts.plus_one) for facts in self.facts}
-        if len(kinds) != 1:
-            names = ", ".join(sorted(kind for kind, _ in kinds))
-            raise GrowthError(f"norms of {len(kinds)} kinds: {names}")
-        inside = self.roles & {"pre", "post", "output"}
+        """[norm]: what the first norm of the stream computes, and where all lie."""
+        draft = self.draft
+        inside = {role for role, _ in self.norms} & {"pre", "post", "output"}
         place = "sandwich" if len(inside) == 2 else min(inside, default="pre")
         # what a block reads
         self.source = "normed" if place in ("pre", "sandwich") else "stream"
-        kind, plus_one, eps = self.facts[0]
+        kind, plus_one, eps = self.norms[0][1]
         field = next((k for k, v in draft.config.to_dict().items() if "eps" in k and v == eps), eps)
         draft.norm = {"kind": kind, "placement": place, "eps": field, "plus_one": plus_one}
 
@@ -100,8 +92,7 @@ class Walk:
         if role == "output":
             draft.behind.setdefault(own, set()).update(self.front)
         self.front = set()
-        self.roles.add(role)
-        self.facts.append(facts)
+        self.norms.append((role, facts))
         self.written.append((call.y, row["norm"].partition(">")[2]))
 
     def _inner_norm(self, call: Call, space: str | None) -> None:
@@ -111,8 +102,8 @@ class Walk:
         fields = draft.fields(f"{name}.weight", 0) if units else []
         if fields and not any(re.search("head|hidden_size|dim", field) for field in fields):
             space = space or draft.units(fields, units)
-        elif re.search(f"{QUERY}|{KEY}", last):
-            space = "q" if re.search(QUERY, last) else "k"
+        elif last[0] in "qk":
+            space = last[0]
         if space not in ("q", "k", *draft.sizes) or units not in (draft.head_dim, call.x.shape[-1]):
             raise draft.error(f"a norm of {units} entries inside a block")
         written, after = f"{space}_normed", {**spaces[space]}
@@ -144,7 +135,7 @@ class Walk:
             own = "write:head_pre"
         else:
             own = "write:stream" if read == "attn" else self._axis(weight, ends[0])
-        if own == "vocab" and known is None and "final" in self.roles:
+        if own == "vocab" and known is None and "final" in dict(self.norms):
             # something lies between the last norm and the head, such as a factor
             read = "final"
         draft.set_row(weight, {"axes": [own, f"read:{read}"][::turn]})
@@ -191,14 +182,11 @@ class Walk:
         widths = {sizes["stream"], *draft.fields(draft.embedding, 1)}
         if length == draft.width and widths.intersection(fields):
             return "write:stream"
-        layers = LAYERS if sizes["layers"] in fields else 1
-        if length == draft.heads * layers and sizes["q_heads"] in fields:
+        if sizes["q_heads"] in fields and length in (draft.heads, draft.heads * LAYERS):
             # a number for each head, or for those of all layers
             draft.spaces["each"] = {"kind": "heads", "heads": "q_heads", "width": 1}
-            if layers == 1:
-                return "write:each"
             draft.spaces["all"] = {"kind": "layers", "size": "layers", "entries": "each"}
-            return "read:all"
+            return "write:each" if length == draft.heads else "read:all"
         if length == 1 or isinstance(draft.modules.get(module), nn.Embedding):
             return draft.size_key(fields, length)
         return f"write:{draft.units(fields, length)}"
