@@ -64,7 +64,7 @@ class Draft:
         inner = self.model.get_input_embeddings()
         self.embedding = next(n for n, m in self.modules.items() if m is inner) + ".weight"
         self.rows: dict[str, dict[int | None, Row]] = {}
-        self.now = ""
+        self.now = self.embedding
         self.lm, self.named = set[str](), set[str]()
         self.norm: dict[str, Any] = {}
         self.behind: dict[str, set[str]] = {}
@@ -88,6 +88,8 @@ class Draft:
         self.sizes: dict[str, Any] = {key: mapped.get(name, name) for key, name in USUAL.items()}
         stream, heads = self.sizes["stream"], self.sizes["q_heads"]
         self.width, self.heads = getattr(config, stream), getattr(config, heads)
+        if base[self.embedding][1] != self.width:
+            raise self.error(f"its entries are not those of {stream}")
         self.key_heads, self.head_dim = self.heads, self.width // self.heads
         axes = [(name, i) for name, shape in base.items() for i in range(len(shape))]
         moved = {field for axis in axes for field in fields(*axis)}

@@ -76,7 +76,7 @@ class Walk:
             return
         if layer is None:
             is_final = same(call.x, draft.layers[-1][1])
-            is_first = same(call.y, draft.layers[0][0])
+            is_first = any(c.name.startswith(draft.stack) for c in calls)
             role = "embedding" if is_first else "final" if is_final else "head"
         else:
             later = (c.x for c in calls if draft.place(c.name)[1] == layer)

@@ -99,7 +99,7 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
         (T5, r"nearest: \w*t5"),
         (transformers.NanoChatConfig(), r"self_attn\.q_norm \[\]: a norm .* nearest: "),
         (transformers.MiMoV2FlashConfig(), r"q_proj.* has \[96, 128\]; .* nearest: mimo"),
-        (transformers.RemBertConfig(), r"output\.LayerNorm \[128\]: a norm .* nearest: bert"),
+        (transformers.RemBertConfig(), r"word_embeddings\.weight \[100, 256\]: .* nearest: bert"),
     ],
 )
 def test_what_fits_no_rule_is_named_with_the_nearest_table(config, what):
