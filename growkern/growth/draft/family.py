@@ -32,10 +32,6 @@ ROTARY = r'"positions": "rotary"[^}]*'
 GUESSES = {
     "pairs=adjacent": {ROTARY: r'\g<0>, "pairs": "adjacent"'},
     "whole_pairs=True": {ROTARY: r'\g<0>, "whole_pairs": true'},
-    "positions follow from the number of heads": {
-        r'("attention": {"positions": "(?!rotary).*"q_heads": )("\w+")': r"\1"
-        r'{"field": \2, "fixed": true}',
-    },
     "each head has all three": {
         r'"write:q\|k\|v"': '"write:q"',
         r'("q": {[^}]*"part": "query)"': r'\1|key|value"',
@@ -56,6 +52,11 @@ GUESSES = {
     "two projections lie side by side": {
         r'"write:(\w+)\|\1"': r'"write:two_\1"',
         r'"(\w+)": {("kind": "units",)': r'"two_\1": {\2 "size": "\1", "width": 2}, \g<0>',
+    },
+    # it takes growths away, and would hide other causes
+    "positions follow from the number of heads": {
+        r'("attention": {"positions": "(?!rotary).*"q_heads": )("\w+")': r"\1"
+        r'{"field": \2, "fixed": true}',
     },
 }
 

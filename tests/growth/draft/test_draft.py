@@ -20,7 +20,7 @@ T5 = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
 MORE = (
     *("biogpt", "gemma2", "helium", "glm4_moe", "llama", "gpt2", "phi3", "olmo2", "electra"),
     *("gpt_oss", "qwen3_moe", "cohere2", "opt", "bloom", "ernie4_5_moe", "nomic_bert", "roformer"),
-    *("bert-generation", "deepseek_v3", "deepseek_v32", "esm", "longformer"),
+    *("bert-generation", "deepseek_v3", "deepseek_v32", "esm", "gpt_neo", "longformer"),
 )
 # a draft refuses the defaults: no value, and embeddings as wide as the tiny model's stream
 OWN = bench.drafts.OWN | {"gpt2": {"n_inner": 3072}, "electra": {"embedding_size": 256}}
