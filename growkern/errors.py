@@ -198,3 +198,15 @@ def human(number: float) -> str:
             break
         number /= 1000
     return f"{text} {prefix}".strip()
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 row", "2 rows", "2 processes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

@@ -11,7 +11,7 @@ from typing import Any
 from growkern import package
 from growkern.cli import growing, measuring, records, training
 from growkern.cli.app import AsJson, app, print_json
-from growkern.errors import print_table
+from growkern.errors import counted, print_table
 
 __all__ = ["app", "collect", "growing", "measuring", "records", "training"]
 
@@ -56,7 +56,8 @@ def collect() -> dict[str, Any]:
 
     versions = {"python": platform.python_version(), "growkern": _own_version()}
     versions |= {name: _version(name) or "not installed" for name in PACKAGES}
-    devices = [f"{_processor()}, {usable_cores()} cores, {torch.get_num_threads()} threads in use"]
+    cores, threads = counted(usable_cores(), "core"), counted(torch.get_num_threads(), "thread")
+    devices = [f"{_processor()}, {cores}, {threads} in use"]
     devices += [
         f"cuda:{i} {torch.cuda.get_device_name(i)}, "
         f"{torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"

@@ -18,7 +18,7 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.cli.growing import tokens_of
-from growkern.errors import GrowthError, say
+from growkern.errors import GrowthError, counted, listed, say
 from growkern.files import write_whole
 from growkern.growth.history import has_record, refuse_unrecorded
 
@@ -115,13 +115,12 @@ def compare_checksums(
         print_json({"checked": checked, "changed": wrong, "uncovered": uncovered})
     else:
         if uncovered:
-            more = f" and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
-            say(f"not covered by checksums: {', '.join(uncovered[:5])}{more}")
+            say(f"not covered by checksums: {listed(uncovered, 5)}")
         for difference in wrong:
             say(f"changed: {difference}")
-        counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
-        counted = ", ".join(f"{count} {counts[what]}" for what, count in checked.items())
-        say(f"{counted}: {len(wrong)} changed")
+        nouns = {"target": "target tensor", "files": "file", "source": "source tensor"}
+        counts = ", ".join(counted(count, nouns[what]) for what, count in checked.items())
+        say(f"{counts}: {len(wrong)} changed")
     if wrong:
         raise typer.Exit(1)
 

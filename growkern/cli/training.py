@@ -15,7 +15,7 @@ from growkern.cli.app import (
     known_dtype,
     silence_transformers,
 )
-from growkern.errors import GrowthError, human, say
+from growkern.errors import GrowthError, counted, human, say
 from growkern.growth.source import located
 from growkern.train.run import check_paths, load_runs
 from growkern.train.safety import exportable
@@ -189,7 +189,7 @@ def cache_teacher(
         **read,
     )
     say(
-        f"{report.directory}: {report.rows} rows of {report.tokens} tokens, "
+        f"{report.directory}: {counted(report.rows, 'row')} of {counted(report.tokens, 'token')}, "
         f"{human(report.bytes)}B, {report.bytes_per_row:.0f} bytes/row, "
         f"{report.bytes_per_token:.1f} bytes/token, {report.seconds:.1f} s"
     )

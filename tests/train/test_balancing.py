@@ -11,6 +11,7 @@ import torch
 import growkern
 from growkern import ExpertBalancing, TwoStageTrainer
 from growkern.errors import GrowthWarning
+from growkern.train.loop.callbacks import warn_of_imbalance
 from growkern.train.loop.setup import set_precision
 from testbed.tiny import arguments, build
 from tests.train.loss.test_inherited import padded
@@ -139,6 +140,22 @@ def test_the_bias_stays_float32_in_pure_bf16(tmp_path):
     assert torch.equal(bias_of(model), before)
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert model(**padded()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "callbacks", "warns"),
+    [
+        *(("mixtral", {"output_router_logits": False}, [], True), ("mixtral", {}, [], False)),
+        # its class has no such loss, or it is no mixture
+        *(("deepseek", {}, [], False), ("llama", {"router_aux_loss_coef": 1}, [], False)),
+        ("mixtral", {"output_router_logits": False}, [ExpertBalancing()], False),
+    ],
+)
+def test_experts_that_nothing_balances_are_told_of(recwarn, family, config, callbacks, warns):
+    model = build(family, layers=2)
+    model.config.update(config)
+    warn_of_imbalance(model, callbacks)
+    assert ["without a balance loss" in str(x.message) for x in recwarn] == [True] * warns
 
 
 RUN = """

@@ -1,8 +1,8 @@
 """Writes what a checkpoint has besides its weights: config, tokenizer, processor, licence.
 
-Tokenizers and processors save files under any name (`spm.model`, `tekken.json`, their own code).
-So every file beside the config is copied, except those known to belong to the old weights. One
-file too many costs disk space. One file too few leaves a model without its tokenizer.
+Tokenizers and processors save files under many names (`spm.model`, `tekken.json`, their own code).
+`CARRIED` has patterns of these. Files that code or a config beside them names are copied too. Other
+files, such as notes, pictures and logs, stay behind, and a warning names them.
 
 transformers drops the keys of config.json that its own classes no longer read. Other software reads
 them, and computes with defaults where they are missing. So the config is completed with keys of the
@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from growkern.errors import GrowthError, warn
+from growkern.errors import GrowthError, listed, warn
 from growkern.families import Family, inner, load_family, supported_families
 from growkern.files import copy_file, read_json
 from growkern.growth.models import fit_cache, untrained_model
@@ -50,7 +50,13 @@ if TYPE_CHECKING:
 FOLD, DENSE = "growkern_fold", "sentence_transformers.models.Dense"
 PLAIN = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
 # of a list of modules, or of the config of one
-MOST_BYTES = 1_000_000
+MOST_BYTES, MOST_NAMED = 1_000_000, 8
+# configs, code, templates, tokenizers and licences, in small letters
+CARRIED = (
+    *("*.json", "*.py", "*.jinja", "*.model*", "*.tiktoken", "*.tokenizer", "*.codes", "*.spm"),
+    *("*.bpe", "*.vocab", "*vocab*.txt", "*merges*.txt", "*dict*.txt", "*token*.txt"),
+    *("*licen[cs]e*", "*notice*", "*policy*"),
+)
 WEIGHTS, WIDTHS = "model.safetensors", ("word_embedding_dimension", "embedding_dimension")
 
 
@@ -60,6 +66,7 @@ def companions(directory: Path) -> Iterator[Path]:
     A link is followed if it ends inside the directory, or inside the cached repository that the
     directory is a snapshot of. Other links could end at anybody's file: a warning names them.
     """
+    found = []
     for file in beside_weights(directory):
         try:
             refuse_links_out(file, directory)
@@ -67,7 +74,19 @@ def companions(directory: Path) -> Iterator[Path]:
             warn(f"left out: {error}")
             continue
         if file.is_file():
+            found.append(file)
+    own = [file for file in found if file.name.endswith((".py", "_config.json"))]
+    text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in own)
+    left = []
+    for file in found:
+        is_known = any(fnmatch(file.name.lower(), pattern) for pattern in CARRIED)
+        # all chat templates lie in a folder of theirs
+        if is_known or file.parent != directory or file.name in text:
             yield file
+        else:
+            left.append(file.name)
+    if left:
+        warn(f"not copied, as no loader is known to need it: {listed(left, MOST_NAMED)}")
 
 
 def copy_companions(

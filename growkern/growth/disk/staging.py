@@ -40,7 +40,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, listed
 from growkern.files import read_json, write_all
 from growkern.growth.disk.checksum_record import read_checksums
 from growkern.growth.history import (
@@ -180,9 +180,7 @@ def _check_same(
 def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     names = [n for n in {**wanted, **recorded} if recorded.get(n) != wanted.get(n)]
     names = [n for n in names if n not in FOLLOWING] or names
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    told = (_difference(n, recorded.get(n), wanted.get(n)) for n in names[:MOST_NAMED])
-    return ", ".join(told) + more
+    return listed([_difference(n, recorded.get(n), wanted.get(n)) for n in names], MOST_NAMED)
 
 
 def _difference(name: str, recorded: Any, wanted: Any) -> str:

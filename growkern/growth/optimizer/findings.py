@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError, listed, nearest
 from growkern.growth.optimizer.moments import (
     entry_factors,
     has_matrices,
@@ -121,7 +121,7 @@ def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:
     if uneven:
         level = level if reasons else "approximate"
         reasons.append(
-            f"copies are uneven in {len(uneven)} matrices, first in {uneven[0]}: Muon's step there "
+            f"copies are uneven in {listed(uneven, 1)}: Muon's step there "
             "is not the grown step, and its learning rate fits on average"
         )
     but = ", but for the parts named above" if _exceptions(plan) else ""

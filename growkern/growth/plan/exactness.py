@@ -445,7 +445,7 @@ def _depth(plan: Blueprint) -> Iterator[Finding]:
         if new == old:
             continue
         if way.is_untrained:
-            why = f"{new - old} layers begin untrained, so the loss rises until they have learned"
+            why = "the new layers begin untrained, so the loss rises until they have learned"
             yield _asked(what, why)
         elif way.verb is not None:
             why = f"layers are {way.verb}, so they get inputs that they were not trained on"

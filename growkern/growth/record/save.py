@@ -97,12 +97,13 @@ def write_card(text: str, directory: Path) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def recorded_card(directory: Path) -> str:
-    """The card of a grown model that was trained since, from the record of its growth."""
+def recorded_card(directory: Path, trained: str) -> str:
+    """The card of a grown model that was `trained` since, from the record of its growth."""
     lineage = read_lineage(directory)
     is_sentence = (directory / MODULES_FILE).is_file()
     place = str(lineage.data["source"])
-    return card_text(recorded_plan(lineage), lineage.settings, is_sentence=is_sentence, place=place)
+    plan, how = recorded_plan(lineage), lineage.settings
+    return card_text(plan, how, is_sentence=is_sentence, place=place, trained=trained)
 
 
 def card_text(
@@ -112,13 +113,14 @@ def card_text(
     is_sentence: bool,
     tags: Iterable[str] = (),
     place: str | None = None,
+    trained: str = "",
 ) -> str:
     """The card of a grown checkpoint. It does not depend on where directories are.
 
     All of it stays true of a model that is trained later: other libraries copy a card as it is.
     Licence, languages, data sets and tags are those of the source's card. `is_sentence` says
     whether sentence-transformers loads the checkpoint. `place` is where the source was, its name on
-    the Hub or that of its directory; None: where the plan says.
+    the Hub or that of its directory; None: where the plan says. `trained` is how it was since.
     """
     place, kept = _place(plan) if place is None else place, _kept(plan.source.directory)
     name = place or plan.small.class_name
@@ -135,14 +137,16 @@ def card_text(
     ]
     rows.append(f"| parameters | {human(plan.parameters('source'))} | {human(plan.parameters())} |")
     findings = [f"- {finding.line()}" for finding in plan.findings]
-    origin, made = name, f"```bash\n{command(plan, settings, name)}\n```"
+    # a trained model lies elsewhere, where a directory's name leads nowhere
+    source = "SOURCE" if trained and "/" not in name else name
+    origin, made = name, f"```bash\n{command(plan, settings, source)}\n```"
     if not place:
         origin = f"a {name} in memory"
         made = f"With the source as `small`:\n\n```python\n{python_code(plan, settings)}\n```"
     lines = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}, grown with growkern",
-        f"This {plan.large.class_name} was grown from {origin}.",
+        f"This {plan.large.class_name} was grown from {origin}{trained}.",
         "\n".join(["|  | source | this model |", "| --- | --- | --- |", *rows]),
         "## What it computed when it was grown",
         "\n".join(["Before any training, compared with its source:", "", *findings]),

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, listed
 from growkern.families import Family, value_of
 from growkern.growth.history import has_record
 from growkern.growth.models import on_cpu_by_default
@@ -186,7 +186,7 @@ def verify(
             "was trained since, or its weights are damaged"
         ) + (other and f", or the source is another. {other}")
     elif wrong and not contradiction:
-        failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
+        failure = f"the lineage disagrees with this growth: {listed(wrong, 1)}"
     if differing := verdict.differences(opened, opened_grown):
         failure, level = failure or differing, "changed"
     return VerifyReport(

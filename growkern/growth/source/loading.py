@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from growkern.errors import GrowthError, reason
+from growkern.errors import GrowthError, listed, reason
 from growkern.growth.source.config import (
     check_layers,
     config_directory,
@@ -101,8 +101,7 @@ def _built(
         # transformers would train from random numbers there
         what = "has no tensor" if missing else "has another shape than config.json says for"
         names = [str(name) for name in missing] or [str(entry[0]) for entry in wrong]
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        raise GrowthError(f"{directory} {what} {', '.join(names[:MOST_NAMED])}{more}")
+        raise GrowthError(f"{directory} {what} {listed(names, MOST_NAMED)}")
     return model
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, counted
 from growkern.families import known_type, load_family, supported_families
 from growkern.package import DOCS
 
@@ -79,7 +79,7 @@ def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tu
     own = _names_in_table(likest) | _fields_of(likest).keys()
     obstacles = [w for w, part in OBSTACLES if _has(part, unknown) and not _has(part, own)]
     if not obstacles and unknown:
-        others = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
         obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
     obstacles = obstacles or [f"a class of its own, which may compute something else than {likest}"]
     clauses = [*(f"it has {what}" for what in obstacles), f"nearest: {likest} {share}"]

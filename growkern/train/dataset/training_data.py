@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from tqdm import tqdm
 
 from growkern.arguments import check_kind
-from growkern.errors import GrowthError, clean, human
+from growkern.errors import GrowthError, clean, counted, human
 from growkern.growth.source import Stamps
 from growkern.train.dataset.cache import (
     IDS,
@@ -261,18 +261,22 @@ def read_data(
 def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows] | None) -> str:
     """The training and the validation data in one line."""
     if isinstance(train, TokenStream):
-        text = f"a stream of {train.records.num_shards} parts"
+        text = f"a stream of {counted(train.records.num_shards, 'part')}"
     elif isinstance(train, ConcatDataset):
         parts: Any = train.datasets
-        text = ", ".join(
-            f"{len(rows)} rows, {human(rows.tokens)} tokens of {rows.source}" for rows in parts
-        )
+        text = ", ".join(f"{_sized(rows)} of {rows.source}" for rows in parts)
     else:
-        text = f"{len(train)} rows, {human(train.tokens)} tokens in {train.directory.resolve()}"
+        text = f"{_sized(train)} in {train.directory.resolve()}"
     if isinstance(validation, dict):
-        sets = (f"{len(rows)} rows of {name}" for name, rows in validation.items())
+        sets = (f"{counted(len(rows), 'row')} of {name}" for name, rows in validation.items())
         return f"{text}; for evaluation {', '.join(sets)}"
-    return text if validation is None else f"{text}; {len(validation)} rows for evaluation"
+    return (
+        text if validation is None else f"{text}; {counted(len(validation), 'row')} for evaluation"
+    )
+
+
+def _sized(rows: Any) -> str:
+    return f"{counted(len(rows), 'row')}, {human(rows.tokens)} tokens"
 
 
 def _rows_of(source: DataSource, reader: Reader, progress: bool) -> Iterator[Tokens]:

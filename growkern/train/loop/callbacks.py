@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, warn
 from growkern.train.distributed import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import ExpertCounts, Meter
 from growkern.train.loss import Batches
-from growkern.train.model import inside_ddp
+from growkern.train.model import inside_ddp, is_experts
 from growkern.train.objectives import EpochCollator
 from growkern.train.optimizer import bare
 from growkern.train.safety import Saver, StepWatch
@@ -183,3 +184,16 @@ class ExpertBalancing(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Watch the model no longer."""
         self.stop()
+
+
+def warn_of_imbalance(model: Any, callbacks: Iterable[Any]) -> None:
+    """Warn of a mixture whose experts nothing balances, though its class has a loss for that."""
+    config = model.config.get_text_config()
+    has_loss = hasattr(config, "router_aux_loss_coef")
+    is_off = has_loss and getattr(config, "output_router_logits", True) is False
+    balances = any(isinstance(callback, ExpertBalancing) for callback in callbacks)
+    if is_off and not balances and any(map(is_experts, model.modules())):
+        warn(
+            "the experts train without a balance loss, so a few may get all tokens: set "
+            "output_router_logits to true in the model's config.json"
+        )

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
-from growkern.errors import clean, human, say, warn
+from growkern.errors import clean, counted, human, say, warn
 from growkern.train.loop.growing import GrowthInRun
 
 LABEL_LOSS, OBJECTIVE, VALIDATION_LOSS = "label loss", "objective", "validation loss"
@@ -46,7 +46,7 @@ def losses_of(logs: Mapping[str, Any]) -> dict[str, float]:
 def _rest_of(logs: Mapping[str, Any]) -> Iterator[str]:
     """The other numbers of a log line that people read."""
     if logs.get("skipped_steps"):
-        yield f"{logs['skipped_steps']} steps skipped"
+        yield f"{counted(logs['skipped_steps'], 'step')} skipped"
     if "learning_rate" in logs:
         yield f"lr {logs['learning_rate']:.3g}"
     if "grad_norm" in logs:
@@ -55,6 +55,8 @@ def _rest_of(logs: Mapping[str, Any]) -> Iterator[str]:
         yield f"{human(logs['tokens_per_second'])} tokens/s".replace("  ", " ")
     if "mfu" in logs:
         yield f"MFU {logs['mfu']:.1%}"
+    if "expert_largest_share" in logs:
+        yield f"largest expert share {logs['expert_largest_share']:.0%}"
 
 
 def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
@@ -69,6 +71,27 @@ def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
             place = "" if lines[-1]["step"] == step else f" at step {lines[-1]['step']}"
             losses.append(f"{text} {lines[-1][name]:.4f}{place}")
     return ", ".join(losses)
+
+
+def warn_of_divergence(history: Sequence[Mapping[str, Any]], since: int) -> None:
+    """Warn if a loss ends far above the first one since a step, at which the model grew.
+
+    It is the validation loss or, without two of these, the label loss. Batches differ, so the
+    lowest of the last three label losses counts.
+    """
+    for name, text, least, last in (
+        ("eval_loss", VALIDATION_LOSS, since, 1),
+        ("mlm", LABEL_LOSS, since + 1, 3),
+    ):
+        # of two evaluations at a step, the second is that of the grown model
+        losses = {x["step"]: x[name] for x in history if name in x and x["step"] >= least}
+        first, *later = losses.values() or [0.0]
+        if later:
+            end = min(later[-last:])
+            if end > 1.1 * first + 0.1:
+                fix = "lower learning_rate, or take fewer steps"
+                warn(f"{text} rose from {first:.4g} to {end:.4g}: {fix}")
+            return
 
 
 class _Lines(TrainerCallback):

@@ -310,6 +310,11 @@ class GrowthInRun:
             self._start = copy.deepcopy(model.config), plan_before(model)
             self.plans = plans_of_run(model, self.steps, check, planned)
 
+    @property
+    def since(self) -> int:
+        """The step at which the model in memory grew; 0: that of the start."""
+        return self.steps[self.grown - 1].at_step if self.grown else 0
+
     def grown_at(self, checkpoint: Path | None) -> int:
         """How many growths the model of a checkpoint has behind it; None is the start."""
         step = 0 if checkpoint is None else step_of(checkpoint)
@@ -380,8 +385,7 @@ class GrowthInRun:
         sizes = {f"growth/{name}": new for name, (_, new) in changes.items()}
         before = {"growth/loss_before": last.get("mlm", last["loss"])} if last else {}
         # the smaller model, which the run may not have, and then the larger one
-        at = self.steps[self.grown - 1].at_step if self.grown else 0
-        found = [x["eval_loss"] for x in history if x["step"] == at and "eval_loss" in x]
+        found = [x["eval_loss"] for x in history if x["step"] == self.since and "eval_loss" in x]
         ends = ("growth/eval_loss_before", "growth/eval_loss_after")[not self.grown :]
         losses = zip(ends, found[-len(ends) :], strict=True) if len(found) >= len(ends) else ()
         return {"growth": self.grown, **sizes, **before, **dict(losses)}

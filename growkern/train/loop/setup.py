@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 from growkern.errors import GrowthError, warn
 from growkern.growth.history import GROWN_KEY
 from growkern.train.distributed import Shards, is_sharded, prime
-from growkern.train.loop.callbacks import LoopCallback
+from growkern.train.loop.callbacks import LoopCallback, warn_of_imbalance
 from growkern.train.loop.checks import (
     Beginning,
     check_accelerator,
@@ -29,7 +29,7 @@ from growkern.train.loop.checks import (
     length_of_run,
     stages_in_steps,
 )
-from growkern.train.loop.display import use_own_displays
+from growkern.train.loop.display import use_own_displays, warn_of_divergence
 from growkern.train.loop.growing import Former, GrowthInRun
 from growkern.train.loop.meter import Meter, memory_and_peak
 from growkern.train.loop.objective import Objective, add_up
@@ -193,6 +193,7 @@ def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any],
             finally:
                 growths.source = None
             if not growths.ends_here:
+                warn_of_divergence(trainer.state.log_history, growths.since)
                 return result
             run = Path(trainer.args.output_dir)
             checkpoint = growths.checkpoint(run, trainer.state.global_step, trainer.saver)
@@ -202,6 +203,7 @@ def _train_part(trainer: Any, checkpoint: Path | None, train: Callable[[Any], An
     stops, saver = trainer.stops, trainer.saver
     stops.number, saver.saved_at = 0, time.monotonic()
     trainer.steps.start()
+    warn_of_imbalance(trainer.model, trainer.callback_handler.callbacks)
     try:
         result = train(None if checkpoint is None else str(checkpoint))
     except BaseException:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from growkern.errors import clean, human
+from growkern.errors import clean, counted, human
 from growkern.train.dataset import describe_data
 from growkern.train.loop import TwoStageTrainer, last_losses
 from growkern.train.run.file import Run, TrainingSection
@@ -51,12 +51,12 @@ def _describe_device(run: ResolvedRun) -> str:
     if device.type == "cuda":
         name = f"{device.type} ({torch.cuda.get_device_name(device)})"
     way = ", sharded by FSDP2" if run.settings.is_sharded else ""
-    return f"{name}, {processes} process{'es' if processes > 1 else ''}{way}"
+    return f"{name}, {counted(processes, 'process')}{way}"
 
 
 def _describe_saving(directory: Path, training: TrainingSection) -> str:
     """Where checkpoints go, how often, and how many are kept."""
-    when = [f"every {training.save_every} steps"] if training.save_every else []
+    when = [f"every {counted(training.save_every, 'step')}"] if training.save_every else []
     when += [f"every {training.save_minutes:g} minutes"] if training.save_minutes else []
     often, kept = " and ".join((*when, "at the end")), training.keep_checkpoints
     last = "the last checkpoint is kept" if kept == 1 else f"the last {kept} checkpoints are kept"
@@ -80,7 +80,7 @@ def _describe_growths(settings: Run, done: int) -> str:
     texts = []
     for step in settings.later_growths:
         sizes = ", ".join(f"{name} {size}" for name, size in step.sizes.items())
-        sizes = sizes or f"{len(step.depth)} layers"
+        sizes = sizes or counted(len(step.depth), "layer")
         made = " (done)" if step.at_step < done else ""
         how = f"method {step.method!r}, depth {step.depth!r}, moments {step.moments!r}"
         texts.append(f"at step {step.at_step} to {sizes} by {how}{made}")
@@ -120,8 +120,8 @@ def header(
         "steps": f"{training.steps}, of {each} tokens, {human(tokens)} in all",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
         "saves": _describe_saving(run.output, training),
-        "logs": f"every {training.log_every} steps; all values go to trainer_state.json of each "
-        f"checkpoint{trackers}",
+        "logs": f"every {counted(training.log_every, 'step')}; all values go to "
+        f"trainer_state.json of each checkpoint{trackers}",
         "to stop": "Ctrl-C or SIGTERM: the step ends and is saved",
         "to resume": command,
     }
@@ -140,10 +140,10 @@ def end(output: Path, trainer: TwoStageTrainer, after: str) -> dict[str, str]:
     """Where the model is, and what comes after this run."""
     step = trainer.state.global_step
     lines = {
-        "finished": f"{step} steps, {last_losses(trainer.state.log_history, step)}",
+        "finished": f"{counted(step, 'step')}, {last_losses(trainer.state.log_history, step)}",
         "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
         "next": after,
     }
     if trainer.steps.skipped:
-        lines["skipped"] = f"{trainer.steps.skipped} steps that were not finite"
+        lines["skipped"] = f"{counted(trainer.steps.skipped, 'step')}, not finite"
     return lines

@@ -22,7 +22,7 @@ from growkern.growth.source import class_in, read_config
 from growkern.publish import make_folder, read_manifest, workplace, write_manifest
 from growkern.train.distributed import has_weights, load_weights
 from growkern.train.model import load_language_model
-from growkern.train.safety.checkpoints import exportable, first_whole
+from growkern.train.safety.checkpoints import exportable, first_whole, step_of
 
 KIND = "exporting"
 
@@ -58,7 +58,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     workplace.delete_leftovers(target, KIND, may_replace)
     check_target(run, target, overwrite)
     make_folder(target.parent)
-    model = _load(checkpoint)
+    model, step = _load(checkpoint), step_of(checkpoint)
     with workplace.Workplace(target, KIND, may_replace, resume=False) as place:
         new = place.open_new()
         manifest = read_manifest(checkpoint)
@@ -75,7 +75,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         if (new / LINEAGE_FILE).is_file():
             # some findings need the source's weights
             with contextlib.suppress(GrowthError):
-                write_card(recorded_card(new), new)
+                write_card(recorded_card(new, f", and trained until step {step} of its run"), new)
         # last, so that it covers every file
         write_manifest(new)
         place.publish(overwrite=overwrite)

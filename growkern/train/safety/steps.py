@@ -76,9 +76,11 @@ class StepWatch:
             fault = f"the gradient norm is {float(norm)}"
             if report.ranks:
                 fault = f"the loss is NaN or infinite on rank {', '.join(map(str, report.ranks))}"
+            fix = 'lower learning_rate, or set on_nonfinite = "skip"'
             if too_many:
                 fault += f" and {MOST_SKIPPED_IN_A_ROW} steps before it were skipped"
-            raise GrowthError(f"step {step}: {fault}; {self._saver.last(step - 1)}")
+                fix = "lower learning_rate"
+            raise GrowthError(f"step {step}: {fault}; {self._saver.last(step - 1)}; {fix}")
         self.skipped += 1
         return False
 

@@ -63,6 +63,17 @@ def test_what_comes_along(source, tmp_path):
         assert (tmp_path / "large" / name).read_text() == name
 
 
+def test_notes_and_pictures_stay_behind_and_are_named(source, tmp_path):
+    names = ["notes.txt", "loss_vs_flops.png", "words.lst", "License.txt", "chat.JSON"]
+    for name in names:
+        (source / name).write_text("mine")
+    (source / "tokenization_mine.py").write_text('FILE = "words.lst"')
+    with pytest.warns(UserWarning, match="not copied.* need it: loss_vs_flops.png, notes.txt$"):
+        grow(source, tmp_path / "large")
+    found = [name for name in names if (tmp_path / "large" / name).exists()]
+    assert found == names[2:]
+
+
 @pytest.mark.parametrize("name", ["vocab.txt", "additional_chat_templates/a.jinja"])
 def test_links_out_of_the_checkpoint_are_left_out(source, tmp_path, name):
     """Otherwise a link in a downloaded checkpoint publishes any file of its user."""

@@ -232,7 +232,7 @@ def test_random_depth_keeps_the_layers_and_begins_new_ones_untrained(class_name,
             assert torch.equal(tensor, untrained[name]), name
     assert {layer for _, layer in plan.inserted} == set(range(5)) - set(kept)
     assert [(one.level, one.asked) for one in plan.findings] == [("changed", True)]
-    assert f"{5 - len(kept)} layers begin untrained" in plan.findings[0].why
+    assert "the new layers begin untrained" in plan.findings[0].why
     assert growkern.verify(source, grown).ok
     tokens = torch.arange(12).reshape(2, 6)
     assert grown(input_ids=tokens).logits.isfinite().all()

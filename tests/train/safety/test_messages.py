@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from growkern import GrowthError, run as train
 from growkern.cli.main import main as command
-from growkern.errors import GrowthWarning, human, warn
+from growkern.errors import GrowthWarning, counted, human, listed, warn
 from growkern.train.run.start import resume_command
 from growkern.train.safety.checkpoints import checkpoints_in
 from testbed import warm
@@ -162,3 +162,9 @@ def test_the_command_to_resume(monkeypatch, tmp_path):
 )
 def test_numbers_are_short(number, text):
     assert human(number) == text
+
+
+def test_counts_and_lists_are_english():
+    words = [counted(n, noun) for noun in ("row", "process") for n in (0, 1, 2)]
+    assert words == ["0 rows", "1 row", "2 rows", "0 processes", "1 process", "2 processes"]
+    assert [listed(["a", "b", "c"], n) for n in (1, 3)] == ["a and 2 more", "a, b, c"]

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from growkern import GrowthError
+from growkern.train.loop.display import warn_of_divergence
 from growkern.train.safety import steps as safety
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
 
 BIAS = "cls.predictions.bias"
+FIX = 'lower learning_rate, or set on_nonfinite = "skip"$'
 
 
 def poison(value):
@@ -45,7 +47,7 @@ def test_a_run_stops_at_a_step_that_is_not_finite(tmp_path, act, found, clip):
     before = {}
     callbacks = [At(5, act), At(5, lambda model: before.update(model.state_dict()))]
     trainer = small_trainer(tmp_path, callbacks=callbacks, args={"max_grad_norm": clip})
-    with pytest.raises(GrowthError, match=f"step 6: {found}; .*checkpoint-4") as caught:
+    with pytest.raises(GrowthError, match=f"step 6: {found}; .*checkpoint-4; {FIX}") as caught:
         trainer.train()
     assert "\n" not in str(caught.value)
     assert trainer.state.global_step == 5
@@ -89,8 +91,43 @@ def test_a_model_that_is_broken_does_not_skip_for_ever(tmp_path, monkeypatch):
 
     args = {"max_steps": 50, "save_steps": 100}
     trainer = small_trainer(tmp_path, callbacks=[At(1, act)], args=args, on_nonfinite="skip")
-    with pytest.raises(GrowthError, match=r"step 5: .* 3 steps before it were skipped; there is"):
+    with pytest.raises(GrowthError, match=r"step 5: .* 3 steps before .*; lower learning_rate$"):
         trainer.train()
+
+
+@pytest.mark.parametrize("rate", [1e-3, 5.0])
+@pytest.mark.parametrize("name", ["validation", "label"])
+def test_a_run_that_diverges_says_so(tmp_path, recwarn, rate, name):
+    """Its model has random weights, so nothing but divergence makes the loss much larger."""
+    args = {"learning_rate": rate, "eval_on_start": True, "eval_steps": 4}
+    args["eval_strategy"] = "steps" if name == "validation" else "no"
+    small_trainer(tmp_path, args=args).train()
+    found = [str(x.message) for x in recwarn if " rose from " in str(x.message)]
+    assert [text.startswith(f"{name} loss rose from ") for text in found] == [True] * (rate > 1)
+    assert all(text.endswith("lower learning_rate, or take fewer steps") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("losses", "since", "said"),
+    [
+        *(([2.0, 2.29], 0, ""), ([2.0, 1.0, 2.4], 0, "validation loss rose from 2 to 2.4")),
+        # one bad batch at the end, and a jump at a growth, after which the loss falls
+        (["2", "2", "9"], 0, ""),
+        *((["2", "9", "8", "9"], 0, "label loss rose from 2 to 8"), ([2.0, 5.0, 4.0], 1, "")),
+        *((["2", "5", "4"], 1, ""), ([2.0, 3.0, 3.5], 1, "validation loss rose from 3 to 3.5")),
+    ],
+)
+def test_noise_and_growth_are_no_divergence(recwarn, losses, since, said):
+    """Texts are label losses, logged a step later than evaluations are."""
+    history = [
+        {"step": n + 1, "mlm": float(x)} if isinstance(x, str) else {"step": n, "eval_loss": x}
+        for n, x in enumerate(losses)
+    ]
+    if since and isinstance(losses[0], float):
+        # of the smaller model, at the step of the growth
+        history.insert(1, {"step": since, "eval_loss": 2.0})
+    warn_of_divergence(history, since)
+    assert [str(x.message).partition(":")[0] for x in recwarn] == [said] * bool(said)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
