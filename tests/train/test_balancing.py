@@ -18,6 +18,7 @@ from tests.train.loss.test_inherited import padded
 from tests.train.run.test_run import save_tokenizer
 
 SPEED, STEPS = 0.05, 3
+LOSS = {"router_aux_loss_coef": 1.0, "output_router_logits": False}
 
 
 def bias_of(model):
@@ -79,7 +80,7 @@ def test_the_bias_moves_once_a_step(tmp_path):
     assert bias_of(again).dtype == torch.float32
 
 
-def test_log_lines_have_the_load_of_the_experts(tmp_path):
+def test_log_lines_have_the_load_of_the_experts(tmp_path, capsys):
     """Of real tokens alone, once with activations computed again, and of the last steps alone."""
     rows, model = padded(), build("deepseek", layers=2)
     data = [{name: x[i] for name, x in rows.items()} for i in (0, 1)]
@@ -87,13 +88,16 @@ def test_log_lines_have_the_load_of_the_experts(tmp_path):
         tmp_path, max_steps=2, learning_rate=0.0, per_device_train_batch_size=1, use_cpu=True,
         gradient_accumulation_steps=2, gradient_checkpointing=True, logging_steps=1,
     )  # fmt: skip
+    model.config.update(LOSS)
     trainer = TwoStageTrainer(model, args, train_dataset=data)
-    trainer.train()
+    with pytest.warns(GrowthWarning, match="without a balance loss"):
+        trainer.train()
     shares = load_of(model.eval(), {name: x[:2] for name, x in rows.items()})
     shares /= shares.sum()
     expected = torch.distributions.Categorical(shares).entropy().item() / math.log(8)
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert len(lines) == 2 and 0 < expected < 1
+    assert capsys.readouterr().out.count(f"largest expert share {shares.max():.0%}") == 2
     for line in lines:
         assert line["expert_entropy"] == pytest.approx(expected)
         assert line["expert_largest_share"] == pytest.approx(shares.max().item())
@@ -145,10 +149,10 @@ def test_the_bias_stays_float32_in_pure_bf16(tmp_path):
 @pytest.mark.parametrize(
     ("family", "config", "callbacks", "warns"),
     [
-        *(("mixtral", {"output_router_logits": False}, [], True), ("mixtral", {}, [], False)),
+        *(("mixtral", LOSS, [], True), ("mixtral", {}, [], False)),
         # its class has no such loss, or it is no mixture
-        *(("deepseek", {}, [], False), ("llama", {"router_aux_loss_coef": 1}, [], False)),
-        ("mixtral", {"output_router_logits": False}, [ExpertBalancing()], False),
+        *(("deepseek", {}, [], False), ("llama", LOSS, [], False)),
+        ("mixtral", LOSS, [ExpertBalancing()], False),
     ],
 )
 def test_experts_that_nothing_balances_are_told_of(recwarn, family, config, callbacks, warns):

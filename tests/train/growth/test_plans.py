@@ -98,7 +98,6 @@ def test_checkpoints_and_exports_keep_the_record_of_all_growths(straight, tmp_pa
     # published, it says where it comes from
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "# GPT2LMHeadModel, grown with growkern" in card and "| n_embd | 32 | 64 |" in card
-    assert f"from a GPT2LMHeadModel in memory, and trained until step {STEPS} of its run." in card
     expected = growth_lr_multipliers(model.growth_plan)
     for place in (tmp_path / "model", tmp_path / "exported", run / f"checkpoint-{STEPS}"):
         found = growth_lr_multipliers(growth_plan_of(type(model).from_pretrained(place)))

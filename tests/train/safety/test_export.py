@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+import growkern
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.publish.manifest import differences, write_manifest
 from growkern.train.model.language_model import load_language_model
@@ -38,6 +39,19 @@ def test_the_files_of_the_model_alone(checkpoint, tmp_path):
     state = load_language_model(tmp_path / "model").state_dict()
     expected = load_language_model(checkpoint).state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_card_says_that_the_model_was_trained_since(tmp_path):
+    build("gpt2", layers=1).save_pretrained(tmp_path / "small")
+    checkpoint = tmp_path / "run" / "checkpoint-7"
+    growkern.grow_checkpoint(tmp_path / "small", checkpoint, n_embd=32, progress=False)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    write_manifest(checkpoint)
+    export(checkpoint.parent, tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "was grown from small, and trained until step 7 of its run.\n" in card
+    # no directory has that name where the model lies now
+    assert "growkern grow SOURCE TARGET --n-embd 32" in card
 
 
 def test_its_checksums_find_a_changed_byte(checkpoint, tmp_path, capsys):
