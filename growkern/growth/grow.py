@@ -230,8 +230,8 @@ def grow_checkpoint(
     appears complete or not at all. A directory that it replaces is removed only afterwards. If a
     run is killed or the disk is full, repeat the call and it resumes.
 
-    Tokenizer and generation files are copied. `lineage.json` records how the target was made.
-    `checksums.json` holds the checksums of the files.
+    Files that loaders need are copied, others named. `lineage.json` records how the target was
+    made. `checksums.json` holds the checksums of the files.
 
     Args:
         source_dir: directory with config.json and safetensors files, sharded or not; or a model on

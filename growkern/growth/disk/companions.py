@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,7 @@ CARRIED = (
 WEIGHTS, WIDTHS = "model.safetensors", ("word_embedding_dimension", "embedding_dimension")
 
 
-def companions(directory: Path) -> Iterator[Path]:
+def companions(directory: Path) -> list[Path]:
     """The files of a checkpoint directory that are copied beside a model made from it.
 
     A link is followed if it ends inside the directory, or inside the cached repository that the
@@ -77,16 +77,17 @@ def companions(directory: Path) -> Iterator[Path]:
             found.append(file)
     own = [file for file in found if file.name.endswith((".py", "_config.json"))]
     text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in own)
-    left = []
-    for file in found:
-        is_known = any(fnmatch(file.name.lower(), pattern) for pattern in CARRIED)
+    kept = [
+        file
+        for file in found
         # all chat templates lie in a folder of theirs
-        if is_known or file.parent != directory or file.name in text:
-            yield file
-        else:
-            left.append(file.name)
-    if left:
+        if file.parent != directory
+        or file.name in text
+        or any(fnmatch(file.name.lower(), x) for x in CARRIED)
+    ]
+    if left := sorted(file.name for file in {*found} - {*kept}):
         warn(f"not copied, as no loader is known to need it: {listed(left, MOST_NAMED)}")
+    return kept
 
 
 def copy_companions(

@@ -84,12 +84,6 @@ def command(plan: GrowthPlan, settings: GrowthSettings, source: str) -> str:
     return shlex.join(words)
 
 
-def python_code(plan: GrowthPlan, settings: GrowthSettings) -> str:
-    """Python that grows the same model from a source that is only in memory, as `small`."""
-    words = [f"{name}={value!r}" for name, value in _choices(plan, settings).items()]
-    return f"large = growkern.grow({', '.join(['small', *words])})"
-
-
 def write_card(text: str, directory: Path) -> None:
     """Write `README.md` into `directory`, unless somebody else wrote or edited the one there."""
     file = directory / CARD_FILE
@@ -142,7 +136,9 @@ def card_text(
     origin, made = name, f"```bash\n{command(plan, settings, source)}\n```"
     if not place:
         origin = f"a {name} in memory"
-        made = f"With the source as `small`:\n\n```python\n{python_code(plan, settings)}\n```"
+        given = "".join(f", {key}={value!r}" for key, value in _choices(plan, settings).items())
+        code = f"```python\nlarge = growkern.grow(small{given})\n```"
+        made = f"With the source as `small`:\n\n{code}"
     lines = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}, grown with growkern",
