@@ -462,15 +462,15 @@ def test_a_foreign_manifest_or_card_keeps_a_grown_model(source, tmp_path, name, 
 def test_checkpoints_of_every_kind_are_replaced(source, tmp_path):
     """All that growth and `save_pretrained` wrote, whatever names the source had."""
     target = tmp_path / "grown"
-    (source / "figure.png").write_text("of the source")
+    (source / "LICENSE").write_text("of the source")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("x")
     grow(source, target)
-    assert (target / "figure.png").is_file()
-    (target / "figure.png").unlink()
-    (target / "figure.png").symlink_to(source, target_is_directory=True)
+    assert (target / "LICENSE").is_file()
+    (target / "LICENSE").unlink()
+    (target / "LICENSE").symlink_to(source, target_is_directory=True)
     grow(source, target, overwrite=True)
-    assert not (target / "figure.png").is_symlink() and (target / "figure.png").is_file()
+    assert not (target / "LICENSE").is_symlink() and (target / "figure.png").is_file()
     assert (source / "config.json").is_file()
     in_memory = tmp_path / "in memory"
     growkern.grow(source, hidden_size=48).save_pretrained(in_memory)

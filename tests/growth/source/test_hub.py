@@ -49,7 +49,7 @@ def small(tmp_path):
 def server(small, tmp_path, monkeypatch):
     other = tmp_path / "older"
     shutil.copytree(small, other)
-    (other / "notes.txt").write_text("of the first version")
+    (other / "dict.txt").write_text("of the first version")
     with serving({NAME: {"main": small, "v1": other}, "acme/closed": "gated"}) as server:
         use(monkeypatch, server.url, tmp_path / "cache")
         monkeypatch.chdir(tmp_path)
@@ -122,7 +122,7 @@ def test_revisions(server, small, tmp_path):
     growkern.grow_checkpoint(
         NAME, tmp_path / "large", revision="v1", hidden_size=24, progress=False
     )
-    assert (tmp_path / "large" / "notes.txt").exists()
+    assert (tmp_path / "large" / "dict.txt").exists()
     with pytest.raises(growkern.GrowthError, match=f"{NAME} has no revision 'v2': give a branch"):
         located(NAME, "v2")
 
@@ -267,7 +267,7 @@ def test_the_command_line(server, tmp_path):
     grown = run("grow", NAME, "large", "--hidden-size", "24", "--revision", "v1")
     assert grown.returncode == 0, grown.stderr
     assert f"growkern verify {NAME} " in grown.stdout and "--revision v1" in grown.stdout
-    assert (tmp_path / "large" / "notes.txt").exists()
+    assert (tmp_path / "large" / "dict.txt").exists()
     # as do commands that read a model
-    measured = run("eval", NAME, "--text", str(tmp_path / "large" / "notes.txt"))
+    measured = run("eval", NAME, "--text", str(tmp_path / "large" / "dict.txt"))
     assert measured.returncode == 2 and "has 64 positions" in measured.stderr
