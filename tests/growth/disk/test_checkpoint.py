@@ -470,7 +470,7 @@ def test_checkpoints_of_every_kind_are_replaced(source, tmp_path):
     (target / "LICENSE").unlink()
     (target / "LICENSE").symlink_to(source, target_is_directory=True)
     grow(source, target, overwrite=True)
-    assert not (target / "LICENSE").is_symlink() and (target / "figure.png").is_file()
+    assert not (target / "LICENSE").is_symlink() and (target / "LICENSE").is_file()
     assert (source / "config.json").is_file()
     in_memory = tmp_path / "in memory"
     growkern.grow(source, hidden_size=48).save_pretrained(in_memory)
