@@ -185,9 +185,8 @@ def headline(results: Path) -> str:
 
 def on_gpus(results: Path) -> list[dict[str, Any]]:
     """The results of GPUs that the README quotes."""
-    names = ("train_llama", "gpt_110m_?")
-    paths = sorted(path for name in names for path in results.glob(f"*/{name}.json"))
-    return headlines(results) + [document for path in paths if (document := quotable(path))]
+    found = map(quotable, sorted(results.glob("*/train_llama.json")))
+    return headlines(results) + [document for document in found if document]
 
 
 # the providers beside growkern's loss in the README
@@ -225,7 +224,7 @@ def measured_on_gpus(results: Path) -> list[list[str]]:
             if not others and (gemms := by_name.get("GEMMs alone")):
                 others = [f"its matrix products alone: {1e3 * gemms['wall s']:.0f} ms"]
             lines.append([what, own, "; ".join(others)])
-    for document in (quotable(path) for path in sorted(results.glob("*/train_llama.json"))):
+    for document in map(quotable, sorted(results.glob("*/train_llama.json"))):
         by_name = {row["provider"]: row for row in document.get("rows", [])}
         if {"growkern", "plain"} <= by_name.keys():
             what = f"training step of a Llama of 1B with a teacher, {document['machine']['gpu']}"

@@ -67,11 +67,9 @@ def _unknown_option(error: Any) -> str | None:
     if len(word) > 2 and not near:
         near = [x for x in names if word in x and x.startswith("-")]
         near = [x for x in near if x in sizes] or near
-    meant, see = (
-        ", ".join(near or error.possibilities or ()),
-        f"see {error.ctx.command_path} --help",
-    )
-    advice = f"did you mean {meant}?" if meant else see
+    # the nearest name alone
+    meant = ", ".join(near or (error.possibilities or [])[:1])
+    advice = f"did you mean {meant}?" if meant else f"see {error.ctx.command_path} --help"
     if not is_known and any(x in sizes for x in near):
         advice += " Some models call it otherwise: see docs/families.md"
     return f"No such option: {name}; {advice}"

@@ -55,7 +55,9 @@ OTHER_NAMES = {
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("num_experts", "num_local_experts", "num_experts_per_tok"),
 }
-# what `carry` is for
+# of an option that nothing reads
+IS_FOR = "in this growth: it is for {}: leave it out"
+COPYING = "the methods that copy, fpi and aki"
 PADDED = "models with LayerNorm whose stream gets extra coordinates"
 # the kinds of a new router. Others are read from a file
 ROUTERS = ("random", "zero")
@@ -158,30 +160,19 @@ class GrowthOptions:
         if self.depth == "auto":
             is_copied = self.scheme == "paper" or self.is_baseline
             object.__setattr__(self, "depth", "stack" if is_copied else DEFAULT_DEPTH)
-        for name in ("noise", "routing"):
-            if getattr(self, name) != getattr(GrowthOptions, name) and self.symmetry != name:
-                raise GrowthError(
-                    f"{name}={getattr(self, name):g} has no effect with "
-                    f"symmetry={self.symmetry!r}: give symmetry={name!r} as well"
-                )
         if self.to and (self.method != "fpi" or self.scheme != "exact"):
             raise GrowthError(
                 f"to={self.to!r} takes method='fpi' and scheme='exact': leave the others out"
             )
-        for name in ("router", "drop", "shared_expert") if not self.to else ():
-            if (value := getattr(self, name)) != getattr(GrowthOptions, name):
-                raise GrowthError(
-                    f"{name}={value!r} has no effect without a family to become: give to as well"
-                )
-        copying = (not self.is_baseline, "the methods that copy, fpi and aki")
-        kinds = {
-            "noise": copying,
-            "routing": copying,
-            "aki": (self.method == "aki", "method='aki'"),
-        }
-        for name, (is_read, what) in kinds.items():
+        other = f"with symmetry={self.symmetry!r}: give symmetry={{!r}} as well"
+        dense = "without a family to become: give to as well"
+        rules = [(x, self.symmetry == x, other.format(x)) for x in ("noise", "routing")]
+        rules += [(x, bool(self.to), dense) for x in ("router", "drop", "shared_expert")]
+        rules += [(x, not self.is_baseline, IS_FOR.format(COPYING)) for x in ("noise", "routing")]
+        rules += [("aki", self.method == "aki", IS_FOR.format("method='aki'"))]
+        for name, is_read, why in rules:
             if not is_read and getattr(self, name) != getattr(GrowthOptions, name):
-                raise GrowthError(no_effect(self, name, what))
+                raise GrowthError(no_effect(self, name, why))
         if self.method == "fresh" and self.scheme == "paper":
             raise GrowthError("method='fresh' takes scheme='exact': leave scheme out")
         if self.stream == "padded" and (self.scheme == "paper" or self.is_baseline):
@@ -400,12 +391,9 @@ def refuse_smaller(field: str, old: int, new: int) -> None:
         raise GrowthError(f"{field}={new} is smaller than the source's {old}; sizes can only grow")
 
 
-def no_effect(options: GrowthOptions, name: str, what: str) -> str:
-    """The message for an option that nothing in a growth reads; `what` is what it is for."""
-    return (
-        f"{name}={getattr(options, name)!r} has no effect in this growth: it is for {what}: leave "
-        "it out"
-    )
+def no_effect(options: GrowthOptions, name: str, why: str) -> str:
+    """The message for an option that nothing in a growth reads."""
+    return f"{name}={getattr(options, name)!r} has no effect {why}"
 
 
 def refuse_heads(family: Family, heads: str, old: Sequence[Any], new: Sequence[Any]) -> None:
@@ -446,7 +434,7 @@ def refuse_by_config(
         refuse_other_mixture(family.model_type, options.to)
         family = load_family(options.to)
     if options.carry != GrowthOptions.carry and not family.carries:
-        raise GrowthError(no_effect(options, "carry", PADDED))
+        raise GrowthError(no_effect(options, "carry", IS_FOR.format(PADDED)))
     allowed, values = growable_fields(family), {} if options.to else inner(config, family.under)
     free = OTHER_NAMES.union(family.sparse_fields, [family.dense and family.dense.renormalised])
     for name in dims.keys() & allowed.keys() | dims.keys() - free:

@@ -19,7 +19,7 @@ from growkern.errors import GrowthError, human, warn
 from growkern.families import ModelSpec, inner
 from growkern.files import read_json
 from growkern.growth.history import forgotten
-from growkern.growth.options import PADDED, GrowthOptions, no_effect
+from growkern.growth.options import IS_FOR, PADDED, GrowthOptions, no_effect
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
 from growkern.growth.plan.measured import is_decoder
@@ -115,7 +115,7 @@ def idle_options(plan: Blueprint) -> Iterator[tuple[str, str]]:
 def refuse_idle_options(plan: Blueprint) -> None:
     """Refuse options of a user that change nothing, or warn of them. Records may have such."""
     for name, what in idle_options(plan):
-        message = no_effect(plan.options, name, what)
+        message = no_effect(plan.options, name, IS_FOR.format(what))
         if name not in CHOICES:
             raise GrowthError(message)
         warn(message)

@@ -86,7 +86,7 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
     kind, mine = model_kind(plan.large), tokens / plan.parameters()
     title = (
         f"in short, at {human(mine)} tokens per parameter (saved: training FLOPs to the loss from "
-        "scratch; own runs: models of at most 2 million parameters):"
+        "scratch; growkern's runs: models of at most 2 million parameters):"
     )
     if plan.upcycling:
         return (f"{title.split(' (')[0]}: a mixture beside its dense model: {DOCS}/upcycling.md",)

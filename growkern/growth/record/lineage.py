@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import safetensors
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from torch import Tensor, nn
 
 from growkern.arguments import Limit, between, check_fields, check_kind, path_of
@@ -34,7 +35,9 @@ from growkern.errors import GrowthError, reason
 from growkern.families import Family, ModelSpec, value_of
 from growkern.files import check_format, read_json
 from growkern.growth import history
+from growkern.growth.disk import read_card
 from growkern.growth.history import (
+    CARD_FILE,
     EARLIER,
     LINEAGE_FILE,
     MOST_LINEAGE_BYTES,
@@ -61,7 +64,10 @@ from growkern.package import version
 if TYPE_CHECKING:
     from growkern.growth.disk import ShardLayout
 
-TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
+CARD = "source_card"
+TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions", CARD)
+# what the source's card says that is true of the grown model too
+KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
@@ -267,11 +273,40 @@ def lineage_text(
         "versions": versions(),
         "source": name_of(source) if source else "",
         **({"source_commit": on_hub.commit} if on_hub else {}),
+        **({CARD: card} if (card := card_of(source)) else {}),
         "source_files": without_times(files),
         EARLIER: records_in(plan.source.history),
         **({TRAINED: True} if trained else {}),
     }
     return json.dumps(lineage, indent=1, ensure_ascii=False) + "\n"
+
+
+def card_of(directory: Path | None) -> dict[str, Any]:
+    """What the card of the source says of the grown model too."""
+    text = read_card(directory / CARD_FILE) if directory else ""
+    # huggingface_hub warns of a card without metadata, which is nothing to warn of here
+    if not text.lstrip().startswith("---"):
+        return {}
+    try:
+        data = ModelCard(text, ignore_metadata_errors=True).data
+    except Exception:
+        # a card is free text: one that nobody can read says nothing
+        return {}
+    return kept_of_card(data.to_dict())
+
+
+def kept_of_card(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The texts of a card's metadata that are kept."""
+    return {name: texts for name in KEPT if (texts := _texts(data.get(name)))}
+
+
+def _texts(value: Any) -> str | list[str]:
+    """A text or a list of texts; other values of a list are left out, and others are empty."""
+    if isinstance(value, list):
+        return [text for text in map(_texts, value) if isinstance(text, str) and text]
+    # half of a surrogate pair, which YAML can spell, cannot be written
+    is_text = isinstance(value, str) and value == value.encode(errors="ignore").decode()
+    return value if is_text else ""
 
 
 def records_in(history: History) -> list[Any]:

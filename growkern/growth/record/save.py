@@ -22,7 +22,10 @@ from growkern.growth.models import local_tensor
 from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import (
+    CARD,
     GrowthSettings,
+    card_of,
+    kept_of_card,
     lineage_text,
     misfit,
     read_lineage,
@@ -36,8 +39,6 @@ from growkern.growth.source import MODULES_FILE, is_hub_name, is_same, name_of
 TAG = "growkern"
 # of the card that `push_to_hub` of transformers writes where the Hub has none
 EMPTY_CARD = "This model card has been automatically generated."
-# what the source's card says that is true of the grown model too
-KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
 EMBEDDINGS = (
     "With sentence-transformers, embeddings have the source's size: a linear module behind the "
     "pooling folds the copies of each coordinate. Where the model is exact, so are they."
@@ -95,9 +96,8 @@ def recorded_card(directory: Path, trained: str) -> str:
     """The card of a grown model that was `trained` since, from the record of its growth."""
     lineage = read_lineage(directory)
     is_sentence = (directory / MODULES_FILE).is_file()
-    place = str(lineage.data["source"])
-    plan, how = recorded_plan(lineage), lineage.settings
-    return card_text(plan, how, is_sentence=is_sentence, place=place, trained=trained)
+    plan, how, record = recorded_plan(lineage), lineage.settings, lineage.data
+    return card_text(plan, how, is_sentence=is_sentence, record=record, trained=trained)
 
 
 def card_text(
@@ -106,17 +106,18 @@ def card_text(
     *,
     is_sentence: bool,
     tags: Iterable[str] = (),
-    place: str | None = None,
+    record: Mapping[str, Any] | None = None,
     trained: str = "",
 ) -> str:
     """The card of a grown checkpoint. It does not depend on where directories are.
 
     All of it stays true of a model that is trained later: other libraries copy a card as it is.
     Licence, languages, data sets and tags are those of the source's card. `is_sentence` says
-    whether sentence-transformers loads the checkpoint. `place` is where the source was, its name on
-    the Hub or that of its directory; None: where the plan says. `trained` is how it was since.
+    whether sentence-transformers loads the checkpoint. `record` is that of a growth whose source is
+    not here: it has the name of the source, and what its card said. `trained` is how it was since.
     """
-    place, kept = _place(plan) if place is None else place, _kept(plan.source.directory)
+    place = _place(plan) if record is None else str(record["source"])
+    kept = card_of(plan.source.directory) if record is None else kept_of_card(record.get(CARD, {}))
     name = place or plan.small.class_name
     kept["tags"] = sorted({*_listed(kept.get("tags")), *tags, TAG})
     # no directory or class has such a name
@@ -154,33 +155,9 @@ def card_text(
     return stamped("\n\n".join(lines) + "\n")
 
 
-def _kept(directory: Path | None) -> dict[str, Any]:
-    """What the card of the source says of the grown model too."""
-    text = read_card(directory / CARD_FILE) if directory else ""
-    # huggingface_hub warns of a card without metadata, which is nothing to warn of here
-    if not text.lstrip().startswith("---"):
-        return {}
-    try:
-        data = ModelCard(text, ignore_metadata_errors=True).data
-    except Exception:
-        # a card is free text: one that nobody can read says nothing
-        return {}
-    texts = {name: _texts(value) for name, value in data.to_dict().items() if name in KEPT}
-    return {name: value for name, value in texts.items() if value}
-
-
 def _listed(value: Any) -> list[Any]:
     """A value of a card that may be one or many, as a list."""
     return value if isinstance(value, list) else [value] if value else []
-
-
-def _texts(value: Any) -> str | list[str]:
-    """A text or a list of texts; other values of a list are left out, and others are empty."""
-    if isinstance(value, list):
-        return [text for text in map(_texts, value) if isinstance(text, str) and text]
-    # half of a surrogate pair, which YAML can spell, cannot be written
-    is_text = isinstance(value, str) and value == value.encode(errors="ignore").decode()
-    return value if is_text else ""
 
 
 # what `save_pretrained` takes by default

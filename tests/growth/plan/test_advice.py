@@ -256,7 +256,7 @@ def words_of(shares):
 
 
 def test_figures_of_ours_are_those_of_their_runs():
-    for own in (row for row in rows_of_measurements() if row["citation"] == "own runs"):
+    for own in (row for row in rows_of_measurements() if row["citation"] == "growkern's runs"):
         (line, base), (grown, scratch) = line_and_base(own["run"])
         told = own["setting"]
         counts_all = all(runs[-1]["source flops"] == 0 for runs in grown.values())
@@ -328,7 +328,7 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
     # depth at once, and then the nearest
     both = growkern.plan(meta("LlamaForCausalLM", **BIG), **WIDER, **DEEPER)
     lines = printed(both.table(tokens=20 * both.parameters(), verbose=True), 60).splitlines()
-    ends = ("(own runs)", "arXiv 2405.15319)", "arXiv 2504.00623)")
+    ends = ("(growkern's runs)", "arXiv 2405.15319)", "arXiv 2504.00623)")
     rows = [line for line in lines if line.endswith(ends)]
     alone = [line for line in lines if ", in place of" in line]
     assert len(alone) == 9 and alone[0].startswith("20.0    not reached 1/1  ")
@@ -355,9 +355,14 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
                 "longer (at 2",
             ],
         ),
-        ("LlamaForCausalLM", WIDER, 20, ["from scratch (at 20: 0 of 4 saved, own runs"] * 3),
+        ("LlamaForCausalLM", WIDER, 20, ["from scratch (at 20: 0 of 4 saved, growkern's runs"] * 3),
         # beyond all that is measured
-        ("LlamaForCausalLM", WIDER, 294, ["from scratch (at 20: 0 of 4 saved, own runs"] * 3),
+        (
+            "LlamaForCausalLM",
+            WIDER,
+            294,
+            ["from scratch (at 20: 0 of 4 saved, growkern's runs"] * 3,
+        ),
         ("LlamaForCausalLM", DEEPER, 300, ["(not measured", "from scratch (at 20", "(not"]),
         ("LlamaForCausalLM", WIDER, 7, ["both ways (not measured near this)"] * 3),
         # measured for one question, so known for the other; the first has no share of its own
@@ -369,7 +374,7 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
             "LlamaForCausalLM",
             {**WIDER, **DEEPER},
             2,
-            ["grow (at 2: 1 of 1", "ways (at 2: 0 of 1 saved, own runs)"],
+            ["grow (at 2: 1 of 1", "ways (at 2: 0 of 1 saved, growkern's runs)"],
         ),
         # those from a quarter and an eighth of the width are of another growth
         ("BertForMaskedLM", {"hidden_size": 16}, 2.4, ["grow (at 2.4: 7 of 7 saved, 47% to 53%"]),
