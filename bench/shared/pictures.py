@@ -90,8 +90,7 @@ def draw_demo(results: Path) -> list[Path]:
     if not (demo := read(results / "demo.json")):
         return []
     curves, sources = _demo_curves(demo)
-    title = f"GPT-2, 4 layers of width 128, {demo['machine']['devices'][0]}"
-    draw_losses(curves, results / "demo.png", title=title, sources=sources, paired=True)
+    draw_losses(curves, results / "demo.png", sources=sources, paired=True)
     return [results / "demo.png"]
 
 
