@@ -172,10 +172,8 @@ def log_of(directory: Path) -> Path:
     files = (place / STATE_FILE for place in (directory, *checkpoints_in(directory)))
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        raise GrowthError(
-            f"{directory} is not a training directory: it has no {STATE_FILE}: give the directory "
-            "of a run"
-        )
+        has = f"has no {STATE_FILE}" if directory.exists() else "does not exist"
+        raise GrowthError(f"{directory} {has}: give the directory of a run")
     return file
 
 

@@ -102,7 +102,7 @@ def test_reads_a_run_that_is_not_finished(tmp_path):
 
 
 def test_refuses_what_is_no_run(tmp_path):
-    with pytest.raises(GrowthError, match="not a training directory"):
+    with pytest.raises(GrowthError, match="trainer_state"):
         read_curve(tmp_path)
     with pytest.raises(GrowthError, match="no line of the log has a loss"):
         read_curve(write_run(tmp_path / "other", [{"step": 1, "loss": 2.0}]))

@@ -24,7 +24,7 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 # names of files that a loader may read as the model's weights, in formats that growth cannot open
 OTHER_WEIGHTS = (
     *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
-    *("consolidated*.pth", "*.gguf"),
+    *("consolidated*.pth", "*.gguf", "*.distcp"),
 )
 # weights that only other programs read
 FOREIGN = ("*.h5", "*.msgpack", "*.onnx*", "*.ot")
@@ -86,6 +86,11 @@ KINDS = (
         ("optimizer_groups.pt",),
         "only weights of a sharded run, in the parts of its processes: make a directory of them by "
         "`growkern export`, or grow them",
+    ),
+    Kind(
+        ("*.distcp",),
+        "only parts of a checkpoint of torch.distributed.checkpoint, without its .metadata: copy "
+        "that file too",
     ),
     Kind(
         ("*.gguf",),

@@ -74,6 +74,7 @@ def test_adapters_that_are_not_merged_are_named(change, tmp_path):
         ("tf_model.h5", "TensorFlow or Flax: .* transformers 4"),
         ("flax_model.msgpack", "TensorFlow or Flax"),
         ("consolidated.00.pth", "original format of Meta"),
+        ("__0_0.distcp", "without its .metadata: copy that"),
         ("model.onnx", "ONNX: grow the checkpoint that it was exported from"),
     ],
 )
