@@ -1,6 +1,5 @@
 """Draws the demo's curves and those of a GPU. Says where the units of a growth come from."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,21 +59,9 @@ def draw_early(folder: Path) -> list[Path]:
     return [folder / "early.png"]
 
 
-def _demo_curves(demo: Row) -> tuple[list[Curve], list[Curve]]:
+def _demo_curves(demo: Row) -> list[list[Curve]]:
     """The curves of the large models and of the small ones."""
-    names = [field.name for field in fields(Curve)]
-    large, small = (
-        [
-            # older results do not say which runs had a teacher
-            Curve(
-                **{"taught": "inheritance" in curve["name"]}
-                | {name: curve[name] for name in names if name in curve}
-            )
-            for curve in demo[key]
-        ]
-        for key in ("curves", "sources")
-    )
-    return large, small
+    return [[Curve(**curve) for curve in demo[key]] for key in ("curves", "sources")]
 
 
 def demo_table(results: Path) -> str:

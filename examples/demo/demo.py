@@ -5,12 +5,14 @@
 It copies the run files of this folder, with the seed and the number of steps, and gives them to
 `growkern train`. Started again, it resumes. The rate of all runs is constant, so that a short run
 is the beginning of a longer one. Under a rate that falls to 0 most of the loss falls at the end,
-and no run could end before the one from scratch.
+and no run could end before the one from scratch. `bench/results/demo.json` is the `results.json`
+that `make demo` wrote.
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -112,8 +114,9 @@ def run(directory: Path, preset: Preset, seed: int) -> None:
         ]
         for kind, names in (("sources", ["small"]), ("curves", RUNS))
     }
-    result = {"seeds": list(seeds), "machine": collect(), **curves}
-    text = json.dumps(result, indent=1)
+    code, commit = subprocess.getstatusoutput("git describe --always --dirty --exclude '*'")
+    made = {"commit": "" if code else commit, "seeds": list(seeds), "machine": collect()}
+    text = json.dumps(made | curves, indent=1)
     write_whole(directory / "results.json", lambda file: file.write_text(text))
 
 
