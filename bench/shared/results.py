@@ -224,7 +224,7 @@ def with_commits(text: str, documents: Iterable[dict[str, Any]]) -> str:
     if not old:
         return text
     commits = f"commit{'s' * (len(old) > 1)} {', '.join(sorted(old))}"
-    return f"{text}\n\n**The kernels have changed since the GPU figures of {commits}: rerun them.**"
+    return f"{text}\n\nThe GPU figures of {commits} are older than the last change of the kernels."
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

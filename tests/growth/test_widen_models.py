@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -353,6 +354,24 @@ def test_gated_layers_need_fused(between):
     x, line = torch.randn(5, 6, 3), re.escape(f"pass fused={json.dumps(fused)}")
     with pytest.raises(GrowthError, match=rf"output of \d \(GLU\).*{line}$"):
         growkern.widen(trained(small), large, inputs=(x,))
+    growkern.widen(small, large, inputs=(x,), fused=fused)
+    assert same(small, large, x) < 1e-12
+
+
+@pytest.mark.parametrize("fused", [{"a.proj": 2}, {"proj": 2, "b.proj": 1}])
+def test_the_longer_name_of_fused_tells_layers_apart(fused):
+    small, large = (
+        nn.Sequential(
+            OrderedDict(
+                a=nn.Sequential(OrderedDict(proj=nn.Linear(6, 2 * h), gate=nn.GLU())),
+                b=nn.Sequential(OrderedDict(proj=nn.Linear(h, h), out=nn.Linear(h, 4))),
+            )
+        )
+        for h in (8, 12)
+    )
+    x = torch.randn(5, 6)
+    with pytest.raises(GrowthError, match="would differ"):
+        growkern.widen(small, large, inputs=(x,), fused={"proj": 2})
     growkern.widen(small, large, inputs=(x,), fused=fused)
     assert same(small, large, x) < 1e-12
 

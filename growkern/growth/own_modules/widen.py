@@ -120,8 +120,8 @@ def widen(
         large: the module to fill; it has the names of `small`, and no smaller size.
         inputs: the arguments of `forward` for the comparison, such as (x,), or a dict of them by
             name. Outputs that are wider are compared with copies, and warned of.
-        fused: `fused` of `widening` for layers of a name, such as {"qkv": 3}. The name is the last
-            part of the layer's path.
+        fused: `fused` of `widening` for layers of a name, such as {"qkv": 3}. A name is the end of
+            a layer's path, such as "qkv" or "attn.qkv"; of two, the longer one counts.
         copies: names of parameters and buffers of your own whose entries are copies along each axis
             that grows, such as position tables. A name is one or more parts of a path, such as
             "pos" or "encoder.pos".
@@ -302,6 +302,11 @@ def _is_named(path: str, keys: Iterable[str]) -> bool:
     return any(f".{key}." in f".{path}." for key in keys)
 
 
+def _is_end(key: str, path: str) -> bool:
+    """Whether a path ends with this name of one or more parts."""
+    return f".{path}".endswith(f".{key}")
+
+
 def _names_to_fill(small: nn.Module, large: nn.Module, skip: tuple[str, ...]) -> list[str]:
     """The parameters and buffers of `small`, but those to skip; refuses modules of other names."""
     check_kind("small", small, nn.Module, "the trained module")
@@ -337,7 +342,7 @@ def _check_keys(small: nn.Module, large: nn.Module, fused: Any, keys: tuple[str,
     """Refuse names in arguments of `widen` that nothing has."""
     modules = [path for path, _ in large.named_modules(remove_duplicate=False) if path]
     last = {path.rpartition(".")[2] for path in modules}
-    for name in fused.keys() - last:
+    for name in (x for x in fused if not any(_is_end(x, path) for path in modules)):
         allowed = nearest(name, last) if last else f": fill a single layer with {BY_HAND}"
         raise GrowthError(f"fused names {name!r}, which is no layer{allowed}")
     for module in (small, large):
@@ -381,7 +386,9 @@ def _fill_of(
     source, target = tuple(weight.shape), tuple(out.shape)
     if source == target:
         return Fill(target)
-    parts = 3 if layers.has_three_parts(layer, key) else fused.get(path.rpartition(".")[2], 1)
+    named = [x for x in fused if _is_end(x, path)]
+    parts = fused[max(named, key=len)] if named else 1
+    parts = 3 if layers.has_three_parts(layer, key) else parts
     _check_sizes(source, target, parts)
     if layers.is_known(layer, key):
         return Fill(target, parts, layers.reading_axis(layer, key))

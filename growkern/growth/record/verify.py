@@ -165,8 +165,8 @@ def verify(
         own = getattr(grown, "growth_plan", None)
         if own is None:
             raise GrowthError(
-                "the grown model has no growth_plan: pass the model that grow() returned or a "
-                "directory made by grow_checkpoint()"
+                "the grown model has no growth_plan: pass the source first, then the model that "
+                "grow() returned, or a directory made by grow_checkpoint()"
             )
         shown = own.upcycling.of(opened) if own.upcycling else opened
         plan = dataclasses.replace(own, source=shown)
