@@ -243,9 +243,7 @@ def test_checksums_of_a_teacher_cache(run, checkpoint, tmp_path):
     ],
     ids=str,
 )
-def test_nothing_is_read_for_a_cache_that_cannot_be_made(
-    run, checkpoint, tmp_path, monkeypatch, change, words
-):
+def test_nothing_is_read_for_a_refused_cache(run, checkpoint, tmp_path, monkeypatch, change, words):
     (tmp_path / "c").mkdir()
     for empty in (tmp_path / "c" / "other", tmp_path / "a.txt"):
         empty.touch()

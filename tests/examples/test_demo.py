@@ -14,9 +14,7 @@ from examples.demo import demo
 PRESET = demo.Preset(0.006, 2, 1, 300, 40, 3000)
 
 
-def test_make_demo_quick_trains_all_models_and_prints_and_draws_what_they_saved(
-    tmp_path, capsys, monkeypatch
-):
+def test_make_demo_quick_trains_all_models_and_draws_what_they_saved(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     # inside another make, which runs the suite, make also prints the directory
     line = ["make", "-n", "--no-print-directory", "-o", "setup", "demo-quick"]

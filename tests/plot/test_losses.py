@@ -161,9 +161,7 @@ def generations(tmp_path):
         ((3, 4), "43", 0.0, 4.0, True),
     ],
 )
-def test_finds_the_small_models_and_the_mark(
-    generations, monkeypatch, numbers, names, before, mark, teacher
-):
+def test_small_models_and_the_mark(generations, monkeypatch, numbers, names, before, mark, teacher):
     runs = [generations / f"generation-{number}" for number in numbers]
     groups = []
     figure = drawn(monkeypatch, lambda: groups.extend(plot_runs(runs, generations / "a.png")))
@@ -314,9 +312,7 @@ def history(losses):
 
 
 @pytest.mark.parametrize("order, paired", [("ab", True), ("ba", False)])
-def test_seeds_in_the_same_folders_are_compared_with_each_other(
-    order, paired, tmp_path, monkeypatch
-):
+def test_seeds_in_the_same_folders_are_compared_in_pairs(order, paired, tmp_path, monkeypatch):
     """Others have one mark, the mean of the references' final losses."""
     losses = {"a": ([8.0, 6.0, 4.0], [5.0, 4.0, 3.0]), "b": ([9.0, 7.0, 5.0], [5.2, 5.0, 4.0])}
     runs = [write_run(tmp_path / seed / "scratch", history(losses[seed][0])) for seed in "ab"]
@@ -431,9 +427,7 @@ def test_the_jump_of_a_growth_is_drawn_and_told(tmp_path, monkeypatch):
     assert list(points.get_ydata()) == pytest.approx([1.6, 6.5])
 
 
-def test_an_unfinished_run_is_named_with_its_step_and_nothing_is_said_of_savings(
-    tmp_path, monkeypatch
-):
+def test_an_unfinished_run_is_named_with_its_step_and_has_no_savings(tmp_path, monkeypatch):
     state = {"global_step": 12, "max_steps": 40}
     grown = {"step": 12, "eval_loss": 5.0, "flops": 120.0, "growth": 1, "growth/hidden_size": 96}
     for place, lines in (("part/checkpoint-12", [grown]), ("whole", [])):

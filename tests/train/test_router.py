@@ -8,13 +8,8 @@ import copy
 import pytest
 import torch
 
-from growkern import (
-    InheritanceSchedule,
-    TwoStageConfig,
-    TwoStageTrainer,
-    count_labels,
-    inherited_loss,
-)
+import growkern
+from growkern import InheritanceSchedule, TwoStageTrainer, count_labels, inherited_loss
 from growkern.train.loss.inherited import check_models
 from testbed.models import Float64Everywhere, random_model
 from testbed.relatives import RELATIVES
@@ -89,7 +84,7 @@ def test_stage_1_has_no_such_term_where_all_its_layers_are_dense(tmp_path):
     data = [{name: x[0] for name, x in padded().items()}]
     args = arguments(tmp_path, max_steps=2, logging_steps=1, warmup_steps=0, use_cpu=True)
     # the depths of this seed are 1 and, in stage 2, 2
-    stages = TwoStageConfig(layers_per_block=1, stage1_steps=1, seed=0)
+    stages = growkern.TwoStageConfig(layers_per_block=1, stage1_steps=1, seed=0)
     trainer = TwoStageTrainer(student, args, train_dataset=data, two_stage=stages)
     rows = {name: x[None] for name, x in data[0].items()}
     with stages.sub_model(student, 0):

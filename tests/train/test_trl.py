@@ -12,13 +12,8 @@ import torch
 from datasets import Dataset
 from trl import DistillationTrainer, SFTConfig
 
-from examples.trl_distillation import (
-    FusedDistillationTrainer,
-    TaughtTrainer,
-    tiny_model,
-    tiny_tokenizer,
-    trainer_of,
-)
+from examples import trl_distillation
+from examples.trl_distillation import tiny_model, tiny_tokenizer, trainer_of
 from growkern import kl_mlm_loss
 
 
@@ -35,7 +30,7 @@ def test_trains_as_trl_does(beta, temperature, tmp_path):
         "learning_rate": 1e-3,
     }
     lines, models = [], []
-    for kind in (DistillationTrainer, FusedDistillationTrainer):
+    for kind in (DistillationTrainer, trl_distillation.FusedDistillationTrainer):
         model = copy.deepcopy(student)
         trainer = trainer_of(kind, model, copy.deepcopy(teacher), str(tmp_path), **how)
         trainer.train()
@@ -66,7 +61,7 @@ def test_supervised_finetuning_takes_a_teacher(tmp_path):
     )
     expected, rows = [], []
 
-    class Watched(TaughtTrainer):
+    class Watched(trl_distillation.TaughtTrainer):
         def compute_loss(self, model, inputs, *args, **options):
             with torch.no_grad():
                 known = {name: inputs[name] for name in ("input_ids", "attention_mask")}

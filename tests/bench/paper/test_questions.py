@@ -6,19 +6,9 @@ import re
 import pytest
 
 from bench import report
+from bench.paper import compare
 from bench.paper.briefs import BRIEFS, family_text, frontier_text
-from bench.paper.compare import (
-    NONE,
-    QUESTIONS,
-    Share,
-    best_of,
-    check_savings,
-    committed,
-    saved,
-    share,
-    smaller_alone,
-    text_of,
-)
+from bench.paper.compare import Share, best_of, check_savings, saved, share, smaller_alone, text_of
 from bench.paper.models import Size
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import SETTINGS
@@ -51,7 +41,7 @@ def test_the_three_questions_by_hand():
 
 def test_a_small_model_is_read_where_it_reaches_the_loss_from_scratch():
     """Truth: the rows themselves, the loss falling linearly between two lengths."""
-    rows, size = committed(RESULTS), Size(4, 64, 4)
+    rows, size = compare.committed(RESULTS), Size(4, 64, 4)
     pairs = {n: ([], [rows[f"tiny-gpt/scratch-2000-0.003-seed{n}"]]) for n in (1, 2, 3)}
     told = smaller_alone(SETTING, pairs, rows)
     for seed, expected in ((1, 17), (2, 12), (3, 11)):
@@ -89,8 +79,8 @@ TABLES = ("saved", "demo", "early", "gpu", *(f"savings-{name}" for name in BRIEF
 def refused(name, text):
     """That a table is refused without its questions, and without models that are never grown."""
     assert check_savings(name, text) == text
-    untold = re.sub(f"{'|'.join(QUESTIONS.values())}", "what", text)
-    for changed in (untold, text.replace("never grown", "alone").replace(NONE, "others")):
+    untold = re.sub(f"{'|'.join(compare.QUESTIONS.values())}", "what", text)
+    for changed in (untold, text.replace("never grown", "alone").replace(compare.NONE, "others")):
         with pytest.raises(GrowthError, match=f"{name!r}.*(question|never grown)"):
             check_savings(name, changed)
 
@@ -121,7 +111,7 @@ def test_the_frontier_shows_the_better_rate_beside_the_best_fixed_size(tmp_path)
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in frontier_text(tmp_path).splitlines()
     )
-    assert [x in "".join(head) for x in QUESTIONS.values()] == [False, True, True, False]
+    assert [x in "".join(head) for x in compare.QUESTIONS.values()] == [False, True, True, False]
     by_name = {name: [*figures] for name, *figures in cells}
     assert len(by_name) == len(rows) / 2
     assert by_name["scratch, 4x64"] == ["0.0052", "3.000", "-", "-0.100"]

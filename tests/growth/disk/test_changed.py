@@ -75,9 +75,7 @@ FILES += ["config.json", "generation_config.json", "model.safetensors"]
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_the_source_that_changes_is_not_published(
-    source, tmp_path, monkeypatch, name, change
-):
+def test_a_source_file_that_changes_is_not_published(source, tmp_path, monkeypatch, name, change):
     during(monkeypatch, lambda: CHANGES[change](source / name))
     with pytest.raises(GrowthError) as refused:
         growkern.grow_checkpoint(source, tmp_path / "large", **HOW)
@@ -176,9 +174,7 @@ def test_the_checksums_are_those_of_what_was_read(source, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_after_a_kill_a_source_with_its_time_set_back_is_refused(
-    source, tmp_path, monkeypatch, name
-):
+def test_after_a_kill_a_source_with_time_set_back_is_refused(source, tmp_path, monkeypatch, name):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         during(patched, lambda: os.kill(os.getpid(), 2), grow_module, "write_modules")
         growkern.grow_checkpoint(source, tmp_path / "large", **HOW)

@@ -111,9 +111,7 @@ def test_old_names_and_foreign_heads_are_understood(source, tmp_path):
         ),
     ],
 )
-def test_what_older_files_hold_and_models_no_longer_read_is_left_out(
-    class_name, sizes, old, tmp_path
-):
+def test_what_older_files_hold_and_models_do_not_read_is_left_out(class_name, sizes, old, tmp_path):
     model = random_model(class_name, sizes, dtype=torch.float32)
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -181,9 +179,7 @@ def test_dtypes_that_cannot_hold_the_source_are_said_and_overflow_is_refused(tmp
     ],
 )
 @pytest.mark.parametrize("max_shard_size", ["5GB", "8kB"])
-def test_two_tensors_that_are_the_same_of_the_model_are_refused(
-    tmp_path, held, added, max_shard_size
-):
+def test_two_tensors_that_are_one_of_the_model_are_refused(tmp_path, held, added, max_shard_size):
     """Growth cannot know which of them is the trained one."""
     source = tmp_path / "source"
     save_source(source, max_shard_size=max_shard_size)
@@ -350,9 +346,7 @@ def test_targets_inside_the_source_are_refused(source):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"])
 def test_dtypes_that_growth_does_not_write_are_refused(source, tmp_path, dtype):
     for call in (growkern.plan, growkern.grow):
-        with pytest.raises(
-            growkern.GrowthError, match=f"dtype={dtype}, but growth writes torch.float32,"
-        ):
+        with pytest.raises(growkern.GrowthError, match=f"dtype={dtype}, but .* torch.float32,"):
             call(source, hidden_size=48, dtype=dtype)
     with pytest.raises(growkern.GrowthError, match=r"growth writes .*torch\.float64: convert"):
         grow(source, tmp_path / "grown", dtype=dtype)

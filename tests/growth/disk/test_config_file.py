@@ -289,9 +289,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("name, key, field, kinds, now, then", COUNTS)
-def test_a_field_that_another_one_supersedes_says_the_same(
-    name, key, field, kinds, now, then, tmp_path
-):
+def test_a_superseded_field_says_the_same(name, key, field, kinds, now, then, tmp_path):
     class_name, sizes, _ = RELATIVES[name]
     sizes = {**sizes, field: kinds, "num_hidden_layers": len(kinds)}
     if "layer_types" in sizes:

@@ -433,9 +433,7 @@ def watch_writes(monkeypatch):
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_what_a_failed_sync_covered_is_written_again(
-    source, expected, tmp_path, monkeypatch, after
-):
+def test_what_a_failed_sync_covered_is_rewritten(source, expected, tmp_path, monkeypatch, after):
     """The page cache still answers for it, and a second sync would succeed: neither is asked."""
     target = tmp_path / "grown"
     with monkeypatch.context() as patched:
@@ -453,9 +451,7 @@ def test_what_a_failed_sync_covered_is_written_again(
     assert len(before - again) <= len(noted)
 
 
-def test_rows_that_were_repaired_and_lost_again_are_not_trusted(
-    source, expected, tmp_path, monkeypatch
-):
+def test_rows_repaired_and_lost_again_are_not_trusted(source, expected, tmp_path, monkeypatch):
     """Their old line speaks of the same sum: after the failed sync it must not count any more."""
     target = tmp_path / "grown"
     interrupt(monkeypatch, source, target, after=60)

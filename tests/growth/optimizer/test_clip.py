@@ -69,9 +69,7 @@ FACTORS = [
     ("GPT2LMHeadModel", GPT2, {"n_embd": 24}),
     ("LlamaForCausalLM", LLAMA, {"hidden_size": 36}),
 ])  # fmt: skip
-def test_the_norm_over_the_sources_is_as_documented(
-    class_name, sizes, how, stream, symmetry, least, most
-):
+def test_the_norm_over_sources_is_as_said(class_name, sizes, how, stream, symmetry, least, most):
     source = random_model(class_name, sizes, std=0.2)
     target = growkern.grow(source, symmetry=symmetry, stream=stream, **how)
     for model in (source, target):

@@ -231,7 +231,5 @@ def test_unfit_parameters_are_refused():
         growkern.GrowthAdamW(target.parameters(), plan)
     with pytest.raises(growkern.GrowthError, match=r"no parameter wte.weight"):
         growkern.GrowthAdamW(target.transformer.named_parameters(), plan)
-    with pytest.raises(
-        growkern.GrowthError, match=r"wte.weight has shape \[50, 12\], but the plan says"
-    ):
+    with pytest.raises(growkern.GrowthError, match=r"wte.weight has shape \[50, 12\].* plan says"):
         growkern.GrowthAdamW(source.named_parameters(), plan)

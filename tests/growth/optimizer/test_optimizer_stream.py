@@ -262,9 +262,7 @@ def test_memory_stays_within_its_limit(tmp_path):
 def test_too_small_a_limit_names_the_least(tmp_path, monkeypatch):
     source = saved(tmp_path)
     monkeypatch.setattr(file_module, "FIXED_BYTES", 2 << 30)
-    with pytest.raises(
-        growkern.GrowthError, match=r"limit=1073.*MB.* optimizer .* at least 2148MB"
-    ):
+    with pytest.raises(growkern.GrowthError, match=r"limit=1073.*MB.* optimizer .*at least 2148MB"):
         grow(source, tmp_path / "grown")
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
 
@@ -440,9 +438,7 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch):
     source = saved(tmp_path)
     state = load(source)
     torch.save(state, source / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        growkern.GrowthError, match=r"old\.pt: cannot be streamed: .* save it again"
-    ):
+    with pytest.raises(growkern.GrowthError, match=r"old\.pt: cannot be streamed: .*save it again"):
         grow(source, tmp_path / "grown", optimizer=source / "old.pt")
     with monkeypatch.context() as patched:
         patched.setattr(file_module, "sys", SimpleNamespace(byteorder="big"))

@@ -325,9 +325,7 @@ def test_a_model_that_never_grew_is_not_said_to_have(moved, chain, tmp_path, mon
 
 
 @pytest.mark.parametrize("has_lineage", [True, False])
-def test_a_model_of_the_hub_has_the_growths_of_its_snapshot(
-    has_lineage, chain, tmp_path, monkeypatch
-):
+def test_a_model_of_the_hub_has_growths_of_its_snapshot(has_lineage, chain, tmp_path, monkeypatch):
     cache = tmp_path / "cache" / "models--somebody--large"
     (cache / "snapshots").mkdir(parents=True)
     snapshot = (tmp_path / "large").rename(cache / "snapshots" / ("a" * 40))

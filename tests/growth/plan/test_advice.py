@@ -15,16 +15,8 @@ from rich.console import Console
 
 import growkern
 import growkern.growth.plan.measured
-from bench.paper.compare import (
-    Share,
-    committed,
-    compared,
-    is_base,
-    mean_and_half,
-    runs_of,
-    share,
-    smaller_alone,
-)
+from bench.paper import compare
+from bench.paper.compare import Share, compared, mean_and_half, runs_of, share, smaller_alone
 from bench.paper.plans import TABLES, lines_of
 from bench.shared.results import RESULTS
 from growkern.errors import human, print_table
@@ -225,7 +217,7 @@ def test_no_advice_where_none_applies():
         assert plan.advice() == ()
 
 
-COMMITTED = committed(RESULTS)
+COMMITTED = compare.committed(RESULTS)
 
 
 def rows_of_measurements(name="measurement"):
@@ -276,7 +268,7 @@ def test_a_smaller_model_saves_what_its_runs_say():
     for own in rows_of_measurements("never_grown"):
         table, label = own["run"]
         lines = compared(lines_of(table, "tiny"), table, COMMITTED)
-        (base,) = (x for x, pairs in lines.items() if is_base(pairs) and x.label == label)
+        (base,) = (x for x, pairs in lines.items() if compare.is_base(pairs) and x.label == label)
         found = smaller_alone(base.setting, lines[base], COMMITTED).values()
         small, large = (x.replace(" ", "") for x in re.findall(r"\d+ x \d+", own["setting"]))
         shares = [share for of in found for size, share in of.items() if size.name == small]

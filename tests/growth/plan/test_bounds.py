@@ -45,9 +45,7 @@ WRONG = [
 
 @pytest.mark.parametrize("class_name, how", WRONG)
 @pytest.mark.parametrize("kind, build", [(Norm, "values"), (Gather, "gather")])
-def test_a_growth_made_wrong_on_purpose_is_no_error_of_norms(
-    class_name, how, kind, build, monkeypatch
-):
+def test_a_growth_wrong_on_purpose_is_no_error_of_norms(class_name, how, kind, build, monkeypatch):
     """A rebuild by the same wrong rule shows nothing: the outputs alone do."""
     source = random_model(class_name, BERT, std=0.3)
     assert growkern.verify(source, growkern.grow(source, **how)).ok
@@ -95,9 +93,7 @@ def _sharp(seed, sharpness, gamma=1.0):
 
 
 @pytest.mark.parametrize("seed, sharpness, gamma", [(0, 1, 1), (1, 1, 0.05), (6, 3, 1), (7, 10, 1)])
-def test_errors_of_identity_blocks_are_those_of_a_source_with_the_same_norms(
-    seed, sharpness, gamma
-):
+def test_errors_of_identity_blocks_are_those_of_a_source_with_such_norms(seed, sharpness, gamma):
     source = _sharp(seed, sharpness, gamma)
     grown = growkern.grow(source, num_hidden_layers=6, depth="identity")
     for text in range(2):
@@ -183,9 +179,7 @@ def offset_model(class_name, sizes, offset, dtype):
     [(torch.bfloat16, 0.0), (torch.float16, 5.0), (torch.bfloat16, 20.0), (torch.float16, 100.0)],
 )
 @pytest.mark.parametrize("class_name, sizes, width", OUTPUT_ROWS)
-def test_rounded_rows_of_new_tokens_cost_what_rounding_explains(
-    class_name, sizes, width, dtype, offset
-):
+def test_rows_of_new_tokens_cost_what_rounding_explains(class_name, sizes, width, dtype, offset):
     source = offset_model(class_name, sizes, offset, dtype)
     vocabulary = source.config.vocab_size
     for how in ({}, {width: 2 * sizes[width]}):

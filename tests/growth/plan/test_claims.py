@@ -107,9 +107,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize("class_name, sizes, edits, message", EDITS)
-def test_a_config_edited_after_its_model_was_made_is_refused(
-    class_name, sizes, edits, message, tmp_path
-):
+def test_a_config_edited_after_its_model_is_refused(class_name, sizes, edits, message, tmp_path):
     source = random_model(class_name, sizes)
     for name, value in edits.items():
         setattr(source.config, name, value)

@@ -10,14 +10,8 @@ import growkern
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.stream import lay_out
-from growkern.growth.record.lineage import (
-    FORMAT,
-    config_dict,
-    index_text,
-    read_lineage,
-    record_of,
-    value_text,
-)
+from growkern.growth.record import lineage
+from growkern.growth.record.lineage import config_dict, read_lineage, record_of, value_text
 from growkern.publish.manifest import read_manifest, write_manifest
 from testbed.families import FAMILIES
 from testbed.models import LLAMA, random_model
@@ -39,11 +33,11 @@ def files(directory):
 def test_every_familys_configs_survive_the_record(tmp_path, model_type):
     model = random_model(*FAMILIES[model_type], dtype=torch.float32)
     plan = growkern.plan(model, **width(model_type, "even"), **deeper(model_type))
-    record = {"format": FORMAT, **record_of(plan), "settings": {}}
+    record = {"format": lineage.FORMAT, **record_of(plan), "settings": {}}
     (tmp_path / "lineage.json").write_text(json.dumps(record))
-    lineage = read_lineage(tmp_path)
-    assert config_dict(lineage.source_config) == config_dict(plan.source.config)
-    assert config_dict(lineage.target_config) == config_dict(plan.target_config)
+    kept = read_lineage(tmp_path)
+    assert config_dict(kept.source_config) == config_dict(plan.source.config)
+    assert config_dict(kept.target_config) == config_dict(plan.target_config)
 
 
 def test_of_a_large_model_it_is_small(tmp_path):
@@ -204,7 +198,7 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path, 
     [([], ""), ([0], "0"), ([0, 1, 2, 0, 1], "0-2 0-1"), ([5, 3, 3, 4, 9], "5 3 3-4 9")],
 )
 def test_index_maps_as_text(index, text):
-    assert index_text(torch.tensor(index, dtype=torch.int64)) == text
+    assert lineage.index_text(torch.tensor(index, dtype=torch.int64)) == text
 
 
 def test_values_as_text_to_the_bit():

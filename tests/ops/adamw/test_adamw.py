@@ -91,9 +91,7 @@ TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2*
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("name", WAYS)
-def test_steps_are_those_of_the_formula(
-    shape, dtype, tolerance, amsgrad, maximize, name, monkeypatch
-):
+def test_steps_follow_the_formula(shape, dtype, tolerance, amsgrad, maximize, name, monkeypatch):
     if (name != "reference" and len(shape) > 2) or (name == "triton" and dtype == torch.float64):
         return check_refused(shape, dtype, name)
     rule = UpdateRule(**SETTINGS, maximize=maximize, step=3.0)

@@ -8,14 +8,8 @@ import growkern
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.rows.rows_op import kl_mlm_rows_backward_op, kl_mlm_rows_op
 from growkern.ops.loss.rows.state import clear
-from tests.ops.loss.loss_inputs import (
-    BACKENDS,
-    IGNORED,
-    check_compiled,
-    make_logits,
-    relative_error,
-    truth_of,
-)
+from tests.ops.loss import loss_inputs
+from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, make_logits, relative_error
 from tests.shared.numerics import assert_no_worse_than_eager
 
 SHAPES = [(1, 8), (3, 1000), (4, 8193)]  # one block, ragged block, several blocks
@@ -43,7 +37,7 @@ def test_reference_is_what_torch_computes(K, options, device):
     student, teachers, labels = make_logits(5, 40, torch.float64, device, K)
     weights = [0.25, 0.75][:K] if K == 2 else None
     z = student.clone().requires_grad_()
-    truth = truth_of(z, teachers, labels, weights=weights, **options)
+    truth = loss_inputs.truth_of(z, teachers, labels, weights=weights, **options)
     (grad,) = torch.autograd.grad(truth, z)
     for backend in BACKENDS:
         actual = loss_and_grad(
@@ -244,7 +238,7 @@ def test_compiles_whole_and_once_for_every_alpha_and_size(kind, device, backend=
     def given(a):
         return torch.tensor(a / 10, device=device) if kind == "tensor" else a / 10
 
-    check_compiled(
+    loss_inputs.check_compiled(
         torch.compile(kl_mlm_loss, fullgraph=True, backend=backend, dynamic=True),
         lambda N: (lambda z, ts, y: ([z], ts, y))(*make_logits(N, 33, torch.float32, device)),
         lambda c, z, ts, labels, a: c(*z, ts, labels, alpha=given(a)),

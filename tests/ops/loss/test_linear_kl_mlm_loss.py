@@ -16,13 +16,8 @@ from growkern.ops.loss.linear.heads import HeadSettings, Sizes, as_arguments, ch
 from growkern.ops.loss.linear.linear_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.state import Maths
-from tests.ops.loss.loss_inputs import (
-    BACKENDS,
-    check_compiled,
-    make_labels,
-    relative_error,
-    truth_of,
-)
+from tests.ops.loss import loss_inputs
+from tests.ops.loss.loss_inputs import BACKENDS, check_compiled, relative_error, truth_of
 
 PROVIDERS = BACKENDS[1:]  # what is tested against the reference
 NAMES = ("dX", "dW", "db")
@@ -37,7 +32,7 @@ def make_heads(N, V, H, dtype, device, K=1, seed=0):
         return [torch.randn(s, generator=rng, device=device, dtype=torch.float64) for s in shapes]
 
     heads = [[x.to(dtype) for x in head(width)] for width in (H, *range(H // 2, H // 2 + K))]
-    return heads[0], heads[1:], make_labels(N, V, rng)
+    return heads[0], heads[1:], loss_inputs.make_labels(N, V, rng)
 
 
 def drifted_heads(N, V, drift, dtype, device, seed=0):

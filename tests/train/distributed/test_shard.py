@@ -11,14 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from growkern import (
-    DistributedOptions,
-    GrowthError,
-    GrowthStep,
-    TwoStageConfig,
-    TwoStageTrainer,
-    shard,
-)
+import growkern
+from growkern import DistributedOptions, GrowthError, TwoStageConfig, TwoStageTrainer, shard
 from growkern.growth.models import local_tensor
 from growkern.train.distributed.shard import (
     check_replicas,
@@ -91,7 +85,7 @@ def test_a_model_that_grows_keeps_the_mesh_of_the_user(mesh, tmp_path):
         trainer = TwoStageTrainer(
             sharded(own, build("llama", layers=1, tied=True)),
             args,
-            growth=[GrowthStep(at_step=1, sizes={"num_hidden_layers": 2})],
+            growth=[growkern.GrowthStep(at_step=1, sizes={"num_hidden_layers": 2})],
             train_dataset=Batches(4),
         )
         trainer.train(resume_from_checkpoint=resume)

@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    TrainerCallback,
-    TrainingArguments,
-)
+import transformers
+from transformers import TrainerCallback, TrainingArguments
 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
@@ -368,17 +361,17 @@ def test_blocks_stay_compiled_and_checkpointed(way, tmp_path, monkeypatch):
 
 
 def test_each_stack_trains_the_layers_that_it_gains():
-    config = T5Config(
+    config = transformers.T5Config(
         vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=3, num_decoder_layers=2
     )
-    model = T5ForConditionalGeneration(config)
+    model = transformers.T5ForConditionalGeneration(config)
     for sizes, trained in (
         ({"num_decoder_layers": 4}, (0, 2)),
         ({"num_layers": 4, "num_decoder_layers": 6}, (1, 4)),
     ):
         growth = GrowthStep(at_step=2, sizes=sizes, new_layers_steps=3)
         (plan,) = plans_of_run(model, [growth])
-        large = T5ForConditionalGeneration(plan.target_config)
+        large = transformers.T5ForConditionalGeneration(plan.target_config)
         depths = [len(stack) for stack in layer_stacks(large)]
         assert new_part(4, growth, plan) == ModelPart(max(depths), trained)
         assert [n - added for n, added in zip(depths, trained, strict=True)] == [3, 2]
@@ -454,14 +447,14 @@ def test_a_dense_model_becomes_a_mixture_that_grouped_products_do_not_take(dtype
     """The default of transformers takes neither float64 nor rows of other than 16 bytes."""
     sizes = {"num_experts": 2, "num_experts_per_tok": 1}
     growth = [GrowthStep(at_step=1, to="qwen3_moe", sizes=sizes)]
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         **{"vocab_size": VOCAB, "hidden_size": width, "intermediate_size": 24, "head_dim": 8},
         **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
     )
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none")
     data = [{"input_ids": row, "labels": row} for row in torch.arange(24).view(8, 3)]
-    model = Qwen3ForCausalLM(config).to(dtype)
+    model = transformers.Qwen3ForCausalLM(config).to(dtype)
     trainer = TwoStageTrainer(model, args, train_dataset=data, growth=growth)
     trainer.train()
     assert trainer.model.dtype == dtype
-    assert type(trainer.model) is Qwen3MoeForCausalLM
+    assert type(trainer.model) is transformers.Qwen3MoeForCausalLM

@@ -11,15 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
 import growkern
-from growkern import (
-    GrowthAdamW,
-    GrowthError,
-    GrowthMuon,
-    GrowthStep,
-    OptimizerOptions,
-    TwoStageConfig,
-    TwoStageTrainer,
-)
+from growkern import GrowthAdamW, GrowthError, GrowthMuon, OptimizerOptions, TwoStageTrainer
 from growkern.growth.optimizer.muon import CombinedOptimizer, Muon
 from growkern.train.distributed import shards
 from testbed.tiny import Batches, arguments, build, is_causal
@@ -117,8 +109,8 @@ class Counting(TrainerCallback):
     "family, options",
     [
         # in the first steps the lower layer of two has no gradient
-        ("mixtral", {"two_stage": TwoStageConfig(layers_per_block=1, stage1_steps=2)}),
-        ("llama", {"growth": [GrowthStep(at_step=2, sizes=TWICE["llama"])]}),
+        ("mixtral", {"two_stage": growkern.TwoStageConfig(layers_per_block=1, stage1_steps=2)}),
+        ("llama", {"growth": [growkern.GrowthStep(at_step=2, sizes=TWICE["llama"])]}),
     ],
 )
 def test_its_own_products_are_in_the_log(family, options, tmp_path):

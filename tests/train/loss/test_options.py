@@ -5,14 +5,7 @@ import torch
 import transformers
 
 from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrainer
-from growkern.train.loss import inheritance
-from growkern.train.loss.batch_rows import (
-    ROW_COUNTS,
-    TAUGHT_BY,
-    CountingCollator,
-    count_rows,
-    examples_of,
-)
+from growkern.train.loss import batch_rows, inheritance
 from growkern.train.run.file import Run
 from testbed.forked_ranks import on_ranks
 from testbed.tiny import MEASURED, Batches, arguments, build, losses_of
@@ -171,25 +164,25 @@ def test_the_loss_is_told_how_many_rows_are_live(family, kl_rows, calls, tmp_pat
 
 def test_batches_that_cannot_be_counted_stay_as_they_are():
     for batch in ({"input_ids": torch.ones(2, 3)}, {"labels": torch.ones(2, 3, device="meta")}):
-        assert CountingCollator(lambda _, batch=batch: batch, causal=True)([]) is batch
-    assert CountingCollator(lambda _: [1, 2], causal=True)([]) == [1, 2]
+        assert batch_rows.CountingCollator(lambda _, batch=batch: batch, causal=True)([]) is batch
+    assert batch_rows.CountingCollator(lambda _: [1, 2], causal=True)([]) == [1, 2]
 
 
 def test_packed_sequences_are_counted_apart():
     labels = torch.arange(9)[None]
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
-    counts = count_rows({"labels": labels, "position_ids": positions}, causal=True)
+    counts = batch_rows.count_rows({"labels": labels, "position_ids": positions}, causal=True)
     assert (counts.labelled, counts.pairs) == (8, 16 + 4 + 9)
-    assert count_rows({"labels": labels}, causal=False).pairs is None
-    counted = CountingCollator(lambda _: {"labels": labels}, causal=False)([])
-    assert counted[ROW_COUNTS].labelled == 9
+    assert batch_rows.count_rows({"labels": labels}, causal=False).pairs is None
+    counted = batch_rows.CountingCollator(lambda _: {"labels": labels}, causal=False)([])
+    assert counted[batch_rows.ROW_COUNTS].labelled == 9
 
 
 @pytest.mark.parametrize("axes, teachers", [(3, [1, 0, 1]), (3, [0, 1, 1, 1]), (4, [1, 0])])
 def test_each_teacher_gets_the_positions_of_its_examples(axes, teachers):
     places = torch.arange(axes * len(teachers) * 5).view(axes, len(teachers), 5)
-    batch = {"input_ids": places[0], "position_ids": places, TAUGHT_BY: teachers}
-    own = examples_of(batch, 1)
+    batch = {"input_ids": places[0], "position_ids": places, batch_rows.TAUGHT_BY: teachers}
+    own = batch_rows.examples_of(batch, 1)
     expected = [places[:, i] for i, teacher in enumerate(teachers) if teacher == 1]
     assert torch.equal(own["position_ids"], torch.stack(expected, 1))
     assert torch.equal(own["input_ids"], own["position_ids"][0])

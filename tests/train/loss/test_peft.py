@@ -4,17 +4,8 @@ import peft
 import pytest
 import torch
 
-from growkern import (
-    GrowthError,
-    InheritanceSchedule,
-    TwoStageTrainer,
-    grow,
-    grow_checkpoint,
-    inherited_loss,
-    kl_mlm_loss,
-    plan,
-    run as train,
-)
+import growkern
+from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer, inherited_loss, run as train
 from testbed.tiny import Batches, arguments, batch, build, randomise
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
@@ -66,7 +57,7 @@ def test_the_loss_takes_a_head_with_an_adapter(way):
     pair = model(input_ids=data["input_ids"]).logits, teacher(input_ids=data["input_ids"]).logits
     logits = [x[:, :-1].flatten(0, 1) for x in pair]
     labels = data["labels"][:, 1:].flatten()
-    expected = kl_mlm_loss(logits[0], logits[1].detach(), labels, **options)
+    expected = growkern.kl_mlm_loss(logits[0], logits[1].detach(), labels, **options)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     if way in ("lora", "saved"):
         trained = [x for x in model.parameters() if x.requires_grad]
@@ -97,14 +88,14 @@ def test_models_with_adapters_are_refused(inner, tmp_path):
         schedule = InheritanceSchedule(end_step=2)
         student = build("gpt2", layers=2)
         TwoStageTrainer(student, arguments(tmp_path), inheritance=schedule, teacher=model, **data)
-    for work in (grow, plan):
+    for work in (growkern.grow, growkern.plan):
         with pytest.raises(GrowthError, match=rf"the source \(\w+\) {advice}"):
             work(model, n_embd=32)
 
 
 def test_the_advice_works(tmp_path):
     merged = adapted().merge_and_unload().requires_grad_()
-    assert grow(merged, n_embd=32).config.n_embd == 32
+    assert growkern.grow(merged, n_embd=32).config.n_embd == 32
     TwoStageTrainer(merged, arguments(tmp_path, max_steps=1), train_dataset=Batches(4)).train()
 
 
@@ -121,7 +112,7 @@ def test_directories_of_adapters_are_refused(workplace, role):  # noqa: F811
     with pytest.raises(GrowthError, match=match):
         train(workplace / "run.toml", progress=False)
     with pytest.raises(GrowthError, match=match):
-        grow_checkpoint(workplace / "adapter", workplace / "large", n_embd=32)
+        growkern.grow_checkpoint(workplace / "adapter", workplace / "large", n_embd=32)
     assert not (workplace / "out").exists()
     # beside a whole model they would be left out
     (workplace / "adapter" / "adapter_config.json").rename(workplace / role / "adapter_config.json")

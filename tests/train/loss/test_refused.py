@@ -13,14 +13,8 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from growkern import (
-    GrowthError,
-    InheritanceSchedule,
-    TwoStageTrainer,
-    cache_teacher,
-    inherited_loss,
-    run as train,
-)
+import growkern
+from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer, inherited_loss, run as train
 from growkern.cli.commands import app
 from growkern.train.distributed.shards import create_optimizer_state
 from growkern.train.loop.checks import check_accelerator
@@ -116,7 +110,7 @@ def test_rows_longer_than_a_model_has_positions(role, tmp_path):
         options = {"k": 2, "temperature": 1.0, "collator": transformers.default_data_collator}
         rows, teacher = [{"input_ids": row[0], "labels": row[0]}], models["teacher"]
         with pytest.raises(GrowthError, match=match):
-            cache_teacher(teacher, rows, tmp_path / "rows", **options)
+            growkern.cache_teacher(teacher, rows, tmp_path / "rows", **options)
 
 
 def test_quantised_teachers_and_students():

@@ -6,17 +6,12 @@ import re
 import pytest
 import torch
 
-from growkern import (
-    GrowthError,
-    InheritanceSchedule,
-    TwoStageConfig,
-    TwoStageTrainer,
-    inherited_loss,
-)
+import growkern
+from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer, inherited_loss
 from testbed.tiny import Batches, arguments, build
 
 STACKS = ("encoder", "decoder")
-STAGES = TwoStageConfig(layers_per_block=1, stage1_steps=4, seed=1)
+STAGES = growkern.TwoStageConfig(layers_per_block=1, stage1_steps=4, seed=1)
 
 
 class Pairs(Batches):

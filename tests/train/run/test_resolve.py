@@ -13,14 +13,8 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertForMaskedLM
 
-from growkern import (
-    GrowthError,
-    GrowthStep,
-    InheritanceSchedule,
-    TwoStageConfig,
-    TwoStageTrainer,
-    run as train,
-)
+import growkern
+from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer, run as train
 from growkern.errors import GrowthWarning
 from growkern.train import rules
 from growkern.train.loop.checks import length_of_run, steps_per_epoch
@@ -325,7 +319,7 @@ def test_a_trainer_in_python_is_checked_once(tmp_path, asked):
         "two_stage": TwoStageConfig(1, stage1_steps=2),
         "teacher": build("bert"),
         "inheritance": InheritanceSchedule(end_step=2),
-        "growth": [GrowthStep(at_step=3, sizes={"num_hidden_layers": 6})],
+        "growth": [growkern.GrowthStep(at_step=3, sizes={"num_hidden_layers": 6})],
     }
     TwoStageTrainer(
         build("bert"), arguments(tmp_path, max_steps=4, save_strategy="steps"), **options

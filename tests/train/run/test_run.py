@@ -240,9 +240,7 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
         train(workplace / "run.toml", progress=False)
     assert files_of(workplace / "out") == before
     (workplace / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(
-        GrowthError, match=r"out must not be deleted: thesis\.txt is no file of a run"
-    ):
+    with pytest.raises(GrowthError, match=r"must not be deleted: thesis\.txt is no file of a run"):
         train(workplace / "run.toml", overwrite=True, progress=False)
     (workplace / "out" / "thesis.txt").unlink()
     assert files_of(workplace / "out") == before

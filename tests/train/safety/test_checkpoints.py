@@ -12,16 +12,9 @@ from growkern import GrowthError
 from growkern.errors import GrowthWarning
 from growkern.publish import calls
 from growkern.publish.manifest import MANIFEST
+from growkern.train.safety import staging
 from growkern.train.safety.checkpoints import checkpoints_in, damage, last_checkpoint, newest_whole
-from growkern.train.safety.staging import (
-    MARKER,
-    STAGING,
-    close_staging,
-    open_staging,
-    publish,
-    publish_into,
-    rotate,
-)
+from growkern.train.safety.staging import close_staging, open_staging, publish, rotate
 from tests.train.safety.runs import assert_same, small_trainer, weights_of
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
@@ -151,9 +144,7 @@ def test_steps_are_compared_as_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_checkpoint_that_is_written_again_replaces_the_old_one(
-    tmp_path, monkeypatch, can_exchange
-):
+def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
         monkeypatch.setattr(calls, "exchange", lambda *_: False)
     make(tmp_path, 2, b"old")
@@ -189,7 +180,7 @@ def test_a_planted_staging_folder_is_neither_used_nor_followed(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     run = tmp_path / "run"
     run.mkdir()
-    (run / STAGING).symlink_to(tmp_path / "mine")
+    (run / staging.STAGING).symlink_to(tmp_path / "mine")
     checkpoint = make(run, 2)
     close_staging(run)
     assert damage(checkpoint) is None
@@ -215,11 +206,11 @@ def test_the_staging_folder_is_private(tmp_path):
 def test_the_manifest_of_a_finished_run_covers_its_marker(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / MARKER).write_text("{}")
+    (run / staging.MARKER).write_text("{}")
     staged = open_staging(run) / "model"
     staged.mkdir()
     (staged / "trainer_state.json").write_text("{}")
-    publish_into(staged, run)
+    staging.publish_into(staged, run)
     assert damage(run) is None
-    (run / MARKER).write_text("{ }")
+    (run / staging.MARKER).write_text("{ }")
     assert damage(run) == "run.json has 3 of 2 bytes"

@@ -9,15 +9,9 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+import growkern
 import growkern.train.run.start as run_module
-from growkern import (
-    GrowthError,
-    InheritanceSchedule,
-    ServedTeacher,
-    TeacherCache,
-    TwoStageTrainer,
-    run as train,
-)
+from growkern import GrowthError, InheritanceSchedule, ServedTeacher, TeacherCache, run as train
 from growkern.cli.commands import app
 from growkern.train.loss.batches import first_examples
 from growkern.train.topk_teacher import http
@@ -137,7 +131,7 @@ def test_trains_on_the_rows_that_the_teacher_has(kept, kl_rows, tmp_path):
             )
             assert report.rows == 4 + 3 * 8
             teacher = TeacherCache(tmp_path / "c")
-        trainer = TwoStageTrainer(
+        trainer = growkern.TwoStageTrainer(
             model,
             arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2),
             inheritance=InheritanceSchedule(

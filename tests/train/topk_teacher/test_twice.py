@@ -7,13 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from growkern import (
-    InheritanceSchedule,
-    ServedTeacher,
-    TeacherCache,
-    TwoStageTrainer,
-    cache_teacher,
-)
+import growkern
+from growkern import InheritanceSchedule, ServedTeacher, TeacherCache, TwoStageTrainer
 from testbed.tiny import VOCAB, arguments, build, losses_of
 from tests.shared import walks
 from tests.train.topk_teacher.server import serving
@@ -52,7 +47,7 @@ def teacher_of(kind, model, folder):
             yield ServedTeacher(url, VOCAB)
         return
     if kind == "cache":
-        cache_teacher(
+        growkern.cache_teacher(
             model, data(), folder / "kept", k=VOCAB, temperature=1.0, collator=collate,
             dtype="float32", progress=False,
         )  # fmt: skip
