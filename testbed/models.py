@@ -40,6 +40,16 @@ LLAMA = {
     "attention_bias": True,
     "mlp_bias": True,
 }
+# a decoder without biases, with heads of keys for two of queries each
+GROUPED = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 class Float64Everywhere(TorchFunctionMode):

@@ -51,9 +51,7 @@ TOKENS = "GROWKERN_TOKENS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--walks", type=int, default=1, metavar="N", help="take N times as many random examples"
-    )
+    parser.addoption("--walks", type=int, default=1, metavar="N", help="take N times the examples")
     parser.addoption(
         "--seed", type=int, metavar="S", help="draw other random examples, the same for the same S"
     )

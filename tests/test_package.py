@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 from packaging.requirements import Requirement
 
 import growkern
 from growkern.cli.commands import GROUP_OF
 from growkern.files import parse_toml
+from testbed.models import BERT, random_model
 
 ROOT = Path(growkern.__file__).parents[1]
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -37,13 +37,8 @@ def test_a_message_holds_two_of_the_longest_paths():
 
 def python(code: str, *options: str, **environment: str) -> str:
     """The output of a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, env = [sys.executable, *options, "-c", code], {**os.environ, **environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -222,17 +217,10 @@ print("all")
 
 def test_plan_imports_no_modelling_code(tmp_path):
     # Llama is slower: transformers itself imports modelling code for its config
-    config = transformers.BertConfig(
-        hidden_size=8,
-        intermediate_size=16,
-        vocab_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    transformers.BertModel(config).save_pretrained(tmp_path)
+    random_model("BertModel", BERT).save_pretrained(tmp_path)
     heavy = ("transformers.modeling_utils", "transformers.activations", "torch._dynamo", "sympy")
     heavy += ("torch.distributed.tensor", "torch.distributed.checkpoint", "matplotlib", "datasets")
-    assert imported_by(["plan", str(tmp_path), "--hidden-size", "16"], heavy) == []
+    assert imported_by(["plan", str(tmp_path), "--hidden-size", "24"], heavy) == []
 
 
 @pytest.mark.parametrize("name", growkern.__all__)

@@ -143,16 +143,16 @@ def place(tmp_path, checkpoint, imported):  # noqa: F811
 
 def results(directory):
     """All files but the log of times."""
-    left_out = (
+    logs = (
         "trainer_state",
-        "events.out",
+        "events.",
         "training_args",
         "manifest",
         ".lock",
         "scheduler",
         "moments",
     )
-    found = {n: v for n, v in tree(directory).items() if not any(x in n for x in left_out)}
+    found = {n: v for n, v in tree(directory).items() if not any(x in n for x in logs)}
     return {name: value for name, value in found.items() if "checkpoint-" not in name}
 
 

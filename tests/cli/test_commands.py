@@ -98,9 +98,7 @@ def test_a_table_of_ones_own_is_checked_and_gives_its_sizes(run, checkpoint, tmp
         monkeypatch.setattr(sys, "argv", ["growkern", "plan", "small", *given])
         assert "inner_units" in [name for name, _, _ in growth_options()]
     table.write_text('extends = "bret"\nmodel_type = "bert"\n')
-    assert (
-        "own.toml.extends: 'bret'; did you mean 'bert'?" in run("plan", "a", "--family", table)[2]
-    )
+    assert "extends: 'bret'; did you mean 'bert'?" in run("plan", "a", "--family", table)[2]
     table.write_text('extends = "bert"\nmodel_typo = "bert"\nstacks = 3\n')
     code, _, err = run("family", "draft", checkpoint, "--table", table)
     assert code == 2
@@ -287,14 +285,8 @@ def test_eval_prints_the_loss_as_table_and_as_json(run, checkpoint, tmp_path):
     assert f"{found['loss']:.4f}" in table
     again = run("eval", checkpoint, "--text", tmp_path / "[ab].txt", *options, "--json")
     assert json.loads(again[1]) == found
-    expected = growkern.evaluate(
-        checkpoint,
-        text=files[1:],
-        seed=3,
-        sequence_length=8,
-        cache=str(tmp_path / "cache"),
-        progress=False,
-    )
+    how = {"text": files[1:], "cache": str(tmp_path / "cache"), "progress": False}
+    expected = growkern.evaluate(checkpoint, seed=3, sequence_length=8, **how)
     assert expected.to_dict() == found
 
 

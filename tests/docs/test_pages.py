@@ -190,9 +190,7 @@ def test_make_test_runs_the_tests_that_are_named():
 def test_the_site_is_built_without_a_warning(tmp_path):
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text())

@@ -20,7 +20,7 @@ from examples.hf_trainer import InheritingTrainer
 from examples.objectives import TEXTS, make_tokenizer
 from growkern import InheritanceSchedule
 from testbed import warm
-from testbed.tiny import VOCAB, batch, build, randomise
+from testbed.tiny import VOCAB, arguments, batch, build, losses_of, randomise
 
 FOLDER = Path(pytorch_loop.__file__).parent
 SCHEDULE = InheritanceSchedule(alpha=0.8, end_step=2, temperature=2.0)
@@ -92,27 +92,15 @@ def plain(model, teacher, steps, causal):
 
 
 def hf_trainer(model, teacher, folder):
-    args = transformers.TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,
-        max_steps=len(STEPS),
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        weight_decay=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        train_sampling_strategy="sequential",
-        disable_tqdm=True,
-    )
+    args = arguments(
+        folder, max_steps=len(STEPS), per_device_train_batch_size=3, gradient_accumulation_steps=2,
+        learning_rate=LR, lr_scheduler_type="constant", use_cpu=True,
+    )  # fmt: skip
     micro_batches = [b for step in STEPS for b in step]
     rows = [{k: x[i] for k, x in b.items()} for b in micro_batches for i in range(3)]
     trainer = InheritingTrainer(model, args, train_dataset=rows, teacher=teacher, schedule=SCHEDULE)
     trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return losses_of(trainer)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,25 +20,15 @@ from growkern.errors import TableError
 from growkern.families.table_files import load_family, own_family, read_family, shipped_table
 from growkern.growth.own_table import check_table, first_growths
 from testbed.families import FAMILIES
-from testbed.models import LLAMA, random_model, relative_error
+from testbed.models import GROUPED, LLAMA, random_model, relative_error
 from testbed.relatives import GEMMA4_SMALL, RELATIVES
 from tests.shared import walks
 
 CONFIG = {
-    "model_type": "ernie4_5",
-    "architectures": ["Ernie4_5ForCausalLM"],
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 50,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-3,
-    "rope_theta": 500.0,
-    "tie_word_embeddings": False,
-    "dtype": "float64",
+    **GROUPED,
+    **{"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]},
+    **{"hidden_size": 24, "intermediate_size": 20, "head_dim": 6, "dtype": "float64"},
+    **{"rms_norm_eps": 1e-3, "rope_theta": 500.0, "tie_word_embeddings": False},
 }
 TRUNK = """
 "embed_tokens.weight" = { stored = "tok_embeddings.weight" }
@@ -87,9 +77,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.w1, self.w3 = (
-            nn.Linear(c["hidden_size"], c["intermediate_size"], False) for _ in range(2)
-        )
+        self.w1 = nn.Linear(c["hidden_size"], c["intermediate_size"], False)
+        self.w3 = nn.Linear(c["hidden_size"], c["intermediate_size"], False)
         self.w2 = nn.Linear(c["intermediate_size"], c["hidden_size"], False)
 
     def forward(self, x):
@@ -100,9 +89,8 @@ class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.attention, self.feed_forward = Attention(c), FeedForward(c)
-        self.attention_norm, self.ffn_norm = (
-            nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"]) for _ in range(2)
-        )
+        self.attention_norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.ffn_norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
     def forward(self, x, turn):
         x = x + self.attention(self.attention_norm(x), turn)

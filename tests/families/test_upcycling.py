@@ -330,15 +330,9 @@ def test_the_plan_says_how_far_a_change_moves_the_outputs(name):
 
 
 def test_a_model_of_eight_billion_parameters_is_planned(tmp_path):
-    config = transformers.Qwen3Config(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-    )
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16"}
+    config = transformers.Qwen3Config(**sizes, **heads, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(tmp_path)
     how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 64, 8, 768)}
     with pytest.raises(GrowthError, match="=16, or moe_intermediate_size=1536"):
@@ -383,11 +377,9 @@ def test_a_directory_becomes_a_mixture(tmp_path, monkeypatch):
 
 def test_moments_are_shared_by_the_experts(tmp_path):
     """Every expert sees 1 / N of the tokens, as a weight of 1 / k is given to each of k experts."""
-    source = dense_model("Qwen2", torch.float32)
+    source, tokens = dense_model("Qwen2", torch.float32), torch.arange(40).view(2, 20)
     optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
-    source(
-        input_ids=torch.arange(40).view(2, 20), labels=torch.arange(40).view(2, 20)
-    ).loss.backward()
+    source(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     names = [name for name, _ in source.named_parameters()]
     old = dict(zip(names, optimizer.state_dict()["state"].values(), strict=True))
@@ -583,9 +575,8 @@ def test_a_run_file_uses_such_a_file(clustered, tmp_path):
     folder, *_ = clustered
     shutil.copytree(folder / "dense", tmp_path / "dense")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]
-    transformers.BertTokenizer(vocab={w: i for i, w in enumerate(words)}).save_pretrained(
-        tmp_path / "dense"
-    )
+    tokenizer = transformers.BertTokenizer(vocab={w: i for i, w in enumerate(words)})
+    tokenizer.save_pretrained(tmp_path / "dense")
     (tmp_path / "text.txt").write_text("a small model grows a model " * 40)
     file = tmp_path / "rows.safetensors"
     save_file({f"layers.{number}": torch.randn(2, 12) for number in range(2)}, file)

@@ -15,9 +15,7 @@ STEPS = 8
 
 @pytest.fixture
 def args(tmp_path):
-    return TrainingArguments(
-        str(tmp_path), max_steps=STEPS, save_total_limit=1, use_cpu=True, report_to="none"
-    )
+    return TrainingArguments(str(tmp_path), max_steps=STEPS, use_cpu=True, report_to="none")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments, trainer as trainer_of_transformers
+from transformers import trainer as trainer_of_transformers
 
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
@@ -37,28 +37,16 @@ def trainer_in(path, save_steps):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.1
-    args = TrainingArguments(
-        str(path),
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        warmup_steps=3,
-        logging_steps=1,
+    args = arguments(
+        path, max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        warmup_steps=3, max_grad_norm=1.0, train_sampling_strategy="random", save_strategy="steps",
         save_steps=save_steps,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    )  # fmt: skip
     return TwoStageTrainer(
-        model,
-        args,
-        two_stage=STAGES,
-        inheritance=InheritanceSchedule(end_step=8),
-        teacher=build("bert", layers=2, width=8, seed=9),
-        train_dataset=blocks,
+        model, args, two_stage=STAGES, inheritance=InheritanceSchedule(end_step=8),
+        teacher=build("bert", layers=2, width=8, seed=9), train_dataset=blocks,
         data_collator=Recorder(TinyTokenizer(), 0.4),
-    )
+    )  # fmt: skip
 
 
 def log_of(trainer):

@@ -58,16 +58,9 @@ def test_trainer_equals_the_minimal_loop(family, accumulation, tmp_path):
     )
     trainer.train()
     expected = loop.train(
-        twin,
-        micro_batches(data, 2, accumulation, 8),
-        causal=is_causal(family),
-        learning_rate=1e-2,
-        warmup=2,
-        steps=8,
-        two_stage=STAGES,
-        schedule=SCHEDULE,
-        teacher=teacher,
-    )
+        twin, micro_batches(data, 2, accumulation, 8), causal=is_causal(family), teacher=teacher,
+        learning_rate=1e-2, warmup=2, two_stage=STAGES, schedule=SCHEDULE,
+    )  # fmt: skip
     np.testing.assert_allclose(losses_of(trainer), expected, rtol=1e-5)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)
@@ -94,11 +87,8 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, model, optimizer, **_):
         after = self._copy(model, optimizer)
-        moved = {
-            name
-            for name, values in after.items()
-            if not all(map(torch.equal, values, self.before[name]))
-        }
+        before = self.before
+        moved = {n for n, x in after.items() if not all(map(torch.equal, x, before[n]))}
         self.steps.append((list(self.calls), moved))
 
 
@@ -108,13 +98,8 @@ def test_a_step_runs_and_moves_its_sub_model_only(family, tmp_path):
     watch = Watch(model)
     stages = TwoStageConfig(layers_per_block=2, stage1_steps=10, seed=1)
     options = {"max_steps": 10, "weight_decay": 0.1, "max_grad_norm": 1.0, "warmup_steps": 0}
-    trainer = TwoStageTrainer(
-        model,
-        arguments(tmp_path, **options),
-        two_stage=stages,
-        train_dataset=Batches(8),
-        callbacks=[watch],
-    )
+    args, data = arguments(tmp_path, **options), Batches(8)
+    trainer = TwoStageTrainer(model, args, two_stage=stages, train_dataset=data, callbacks=[watch])
     trainer.train()
     depths = [stages.depth(step, 5) for step in range(10)]
     assert set(depths) == {2, 4, 5}
@@ -163,13 +148,9 @@ def test_teacher_runs_while_the_rate_is_positive_and_never_moves(tmp_path):
 def test_evaluation_is_the_whole_model_alone_and_costs_nothing(family, tmp_path):
     model, data = build(family), Batches(7)
     trainer = TwoStageTrainer(
-        model,
-        arguments(tmp_path, per_device_eval_batch_size=2),
-        two_stage=STAGES,
-        inheritance=InheritanceSchedule(end_step=8),
-        teacher=build(family, layers=1, seed=9),
-        train_dataset=data,
-    )
+        model, arguments(tmp_path, per_device_eval_batch_size=2), two_stage=STAGES,
+        inheritance=SCHEDULE, teacher=build(family, layers=1, seed=9), train_dataset=data,
+    )  # fmt: skip
     result = trainer.evaluate(data)
     total, items = 0.0, 0
     for row in data.rows:

@@ -21,14 +21,8 @@ from growkern import kl_mlm_loss
 def test_trains_as_trl_does(beta, temperature, tmp_path):
     """Both draw the same completions, as long as the models agree to rounding."""
     student, teacher = tiny_model(48, 0), tiny_model(48, 1)
-    how = {
-        "beta": beta,
-        "temperature": temperature,
-        "max_steps": 4,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-    }
+    how = {"beta": beta, "temperature": temperature, "max_steps": 4, "learning_rate": 1e-3}
+    how |= {"gradient_accumulation_steps": 2, "logging_steps": 1}
     lines, models = [], []
     for kind in (DistillationTrainer, trl_distillation.FusedDistillationTrainer):
         model = copy.deepcopy(student)

@@ -19,6 +19,7 @@ from growkern.growth.optimizer.file import archive_size, check_archive, write_ar
 from growkern.publish import workplace
 from testbed import warm
 from testbed.models import BERT, GPT2, LLAMA, random_model
+from testbed.tiny import arguments
 from tests.growth.disk.peak import measured
 
 CASES = {
@@ -111,14 +112,7 @@ def test_the_trainer_resumes_from_it(tmp_path):
     grow(source, tmp_path / "grown" / "checkpoint-2", hidden_size=24)
     data = [{"input_ids": list(range(3, 12)), "labels": list(range(3, 12))}] * 8
     target = tmp_path / "grown" / "checkpoint-2"
-    args = transformers.TrainingArguments(
-        str(tmp_path / "out"),
-        save_strategy="no",
-        max_steps=3,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    args = arguments(tmp_path, max_steps=3, per_device_train_batch_size=8, use_cpu=True)
     model = transformers.BertForMaskedLM.from_pretrained(target)
     trainer = transformers.Trainer(model, args, train_dataset=data)
     transformers.TrainerState(global_step=2, max_steps=3, train_batch_size=8).save_to_json(

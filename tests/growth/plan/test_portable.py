@@ -13,17 +13,9 @@ from transformers.pytorch_utils import Conv1D
 import growkern
 from growkern.families.table_files import load_family, supported_families
 from testbed.families import FAMILIES
-from testbed.models import Float64Everywhere, outputs, random_model
+from testbed.models import GROUPED, Float64Everywhere, outputs, random_model
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {**GROUPED, "hidden_size": 32, "num_hidden_layers": 6}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 # the config class does not declare it, but all runtimes that know the family read it
 READ = {

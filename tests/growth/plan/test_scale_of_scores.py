@@ -7,20 +7,10 @@ import pytest
 import torch
 
 import growkern
-from testbed.models import random_model
+from testbed.models import GROUPED, random_model
 from tests.growth.plan.test_portable import differ
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "sliding_window": 4,
-}
+SIZES = {**GROUPED, "head_dim": 4, "sliding_window": 4}
 CLASSES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 GROWTHS = (
     {"head_dim": 8},

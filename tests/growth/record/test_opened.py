@@ -14,16 +14,9 @@ from torch.distributed import checkpoint as distributed
 
 import growkern
 from growkern.growth.source.files import read_headers
-from testbed.models import random_model
+from testbed.models import GROUPED, random_model
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+SIZES = {**GROUPED, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
 OPENED = Counter()
 # a hook stays until the process ends

@@ -12,7 +12,7 @@ from growkern.growth.plan.growth_plan import plan
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
 from testbed.families import FAMILIES
-from testbed.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, GROUPED, LLAMA, random_model
 from tests.growth.plan.test_matrix import ANY_WIDTH, EXACT, error_of_bfloat16
 
 # two, three and five copies, and units copied one to three times; heads that grow themselves
@@ -23,15 +23,7 @@ GROWTHS = [
     ("LlamaForCausalLM", LLAMA, {"hidden_size": 24, "head_dim": 8}),
 ]
 IDS = ["bert", "gpt2", "llama", "larger heads"]
-DEEP_LLAMA = {
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "intermediate_size": 32,
-    "num_hidden_layers": 10,
-    "vocab_size": 50,
-}
+DEEP_LLAMA = {**GROUPED, "intermediate_size": 32, "num_hidden_layers": 10}
 
 
 def maps_of(grown, task):

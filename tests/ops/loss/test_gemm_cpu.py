@@ -19,18 +19,9 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 # of 192 x 384 or 256 x 192. Then columns that are not packed: part of a tile, of a line and of a
 # block of 256 x 96; more rows than are packed at a time; columns too long for that
 SIZES = [
-    (1, 1, 1),
-    (7, 50, 3),
-    (8, 48, 256),
-    (33, 97, 259),
-    (201, 400, 517),
-    (5, 3, 600),
-    (261, 17, 9),
-    (70, 103, 130),
-    (300, 7, 34),
-    (19, 200, 600),
-    (80, 30, 9000),
-]
+    (1, 1, 1), (7, 50, 3), (8, 48, 256), (33, 97, 259), (201, 400, 517),
+    (5, 3, 600), (261, 17, 9), (70, 103, 130), (300, 7, 34), (19, 200, 600), (80, 30, 9000),
+]  # fmt: skip
 
 
 def both_layouts(rows, columns, dtype, rng):

@@ -505,9 +505,7 @@ def results(rows, steps):
 def test_a_bias_is_added_to_each_logit(steps, has, V, cap):
     N, dtypes = 4, (torch.bfloat16, torch.float32, torch.bfloat16)
     logits = [3 * torch.randn(N, V) for _ in has]
-    biases = [
-        torch.randn(V).to(t) if wanted else None for wanted, t in zip(has, dtypes, strict=True)
-    ]
+    biases = [torch.randn(V).to(t) if own else None for own, t in zip(has, dtypes, strict=True)]
     labels, kind = torch.tensor([0, V - 1, 5, 7]), torch.tensor([3, 3, 1, 0]).int()
     rows = Rows(logits[0], logits[1:], labels, kind, V, Maths(2.0, cap, cap, 0, 0.1), True)
     actual = results(rows._replace(biases=biases), steps)

@@ -134,9 +134,8 @@ def loss_and_grads(student, topk, labels, function=call, **options):
 )
 def test_is_the_definition(k, options, backend, device):
     make = make_teachers if isinstance(k, list) else make_inputs
-    student, topk, labels = make(
-        9, 41, 12, k, torch.float64, device, options.get("temperature", 1.0)
-    )
+    T = options.get("temperature", 1.0)
+    student, topk, labels = make(9, 41, 12, k, torch.float64, device, T)
     expected = loss_and_grads(student, topk, labels, truth_of, **options)
     actual = loss_and_grads(student, topk, labels, backend=backend, **options)
     assert_same(actual, expected)

@@ -56,14 +56,10 @@ def test_every_option_reaches_the_loss_by_its_name(family, options, tmp_path):
     # the loss of an evaluation has none of these options
     plain = plain_loss(student, [], batch, causal=family == "gpt2")
     trainer = TwoStageTrainer(
-        student,
-        arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2),
-        inheritance=InheritanceSchedule(alpha=0.7, end_step=1, **rest),
-        teacher=teachers,
-        loss=loss,
-        train_dataset=data,
-        eval_dataset=data,
-    )
+        student, arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2), loss=loss,
+        inheritance=InheritanceSchedule(alpha=0.7, end_step=1, **rest), teacher=teachers,
+        train_dataset=data, eval_dataset=data,
+    )  # fmt: skip
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.item(), rel=1e-9)
     trainer.train()
     assert losses_of(trainer) == pytest.approx([expected.item()], rel=1e-5)
@@ -83,12 +79,8 @@ def test_the_smoothing_of_the_training_arguments(tmp_path):
 
 def test_weights_that_the_batches_lack(tmp_path):
     with pytest.raises(GrowthError, match="batches have no 'importance'"):
-        TwoStageTrainer(
-            build("bert"),
-            arguments(tmp_path),
-            loss=LossOptions(row_weights="importance"),
-            train_dataset=Batches(2),
-        )
+        loss, data = LossOptions(row_weights="importance"), Batches(2)
+        TwoStageTrainer(build("bert"), arguments(tmp_path), loss=loss, train_dataset=data)
 
 
 LOSS = """

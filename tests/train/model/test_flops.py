@@ -168,17 +168,11 @@ def test_log_lines_carry_the_sum_of_all_that_ran(tmp_path):
     """Student, frozen prefix, teacher while it runs, labelled head rows; evaluation not."""
     model, teacher, data = build("bert"), build("bert", layers=2, width=8, seed=9), Batches(8)
     stages = TwoStageConfig(layers_per_block=2, stage1_steps=2)
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     trainer = TwoStageTrainer(
-        model,
-        arguments(
-            tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps"
-        ),
-        two_stage=stages,
-        inheritance=InheritanceSchedule(end_step=3),
-        teacher=teacher,
-        train_dataset=data,
-        eval_dataset=data,
-    )
+        model, arguments(tmp_path, max_steps=4, **often), two_stage=stages, teacher=teacher,
+        inheritance=InheritanceSchedule(end_step=3), train_dataset=data, eval_dataset=data,
+    )  # fmt: skip
     trainer.train()
     student, old = (ModelCost(m, layer_stacks(m)) for m in (model, teacher))
     expected, lines = 0.0, [line for line in trainer.state.log_history if "loss" in line]
@@ -238,20 +232,12 @@ def padded(rows):
 def test_flops_do_not_depend_on_the_rows_that_share_a_batch(tmp_path, size, accumulation):
     """So they are those of one process on any number. They are those of each row alone."""
     model, teacher = build("t5", layers=2), build("t5", layers=1, width=8, seed=9)
+    how = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
     trainer = TwoStageTrainer(
-        model,
-        arguments(
-            tmp_path,
-            max_steps=1,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=accumulation,
-            remove_unused_columns=False,
-        ),
-        inheritance=InheritanceSchedule(end_step=1),
-        teacher=teacher,
-        train_dataset=Ragged(),
+        model, arguments(tmp_path, max_steps=1, remove_unused_columns=False, **how),
+        inheritance=InheritanceSchedule(end_step=1), teacher=teacher, train_dataset=Ragged(),
         data_collator=padded,
-    )
+    )  # fmt: skip
     trainer.train()
     student, old = (ModelCost(m, layer_stacks(m)) for m in (model, teacher))
     head = student.head_row(train=True) + old.head_row(train=False)

@@ -10,18 +10,11 @@ from transformers.utils.logging import get_logger
 from growkern import GrowthError, inherited_loss
 from growkern.train.model.forward import check_causal
 from growkern.train.model.head import check_head, head_swap
-from testbed.models import random_model
+from testbed.models import GROUPED, random_model
 from testbed.relatives import RELATIVES, TEXT
 from testbed.tiny import FAMILIES, VOCAB, batch, build
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-}
+SIZES = {**GROUPED, "vocab_size": VOCAB, "num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

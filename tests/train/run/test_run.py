@@ -94,12 +94,10 @@ def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
 
 
 def test_a_loss_of_another_step_is_printed_with_its_step():
-    history = [{"step": 1, "mlm": 6.0}, {"step": 3, "eval_loss": 5.0}, {"step": 4, "flops": 1.0}]
-    assert (
-        last_losses(history, 4) == "label loss 6.0000 at step 1, validation loss 5.0000 at step 3"
-    )
-    assert last_losses(history, 3) == "label loss 6.0000 at step 1, validation loss 5.0000"
-    assert last_losses(history[:1], 1) == "label loss 6.0000"
+    log = [{"step": 1, "mlm": 6.0}, {"step": 3, "eval_loss": 5.0}, {"step": 4, "flops": 1.0}]
+    assert last_losses(log, 4) == "label loss 6.0000 at step 1, validation loss 5.0000 at step 3"
+    assert last_losses(log, 3) == "label loss 6.0000 at step 1, validation loss 5.0000"
+    assert last_losses(log[:1], 1) == "label loss 6.0000"
 
 
 def files_of(path):
@@ -270,9 +268,7 @@ def test_the_output_may_be_a_link(workplace):
         assert trained.global_step == steps
         assert train(workplace / "run.toml", progress=False) is None
     assert (workplace / "link").readlink() == Path("disk")
-    assert run_directory.is_finished(workplace / "disk") and not list(
-        (workplace / "disk").glob(".*")
-    )
+    assert run_directory.is_finished(disk := workplace / "disk") and not [*disk.glob(".*")]
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)

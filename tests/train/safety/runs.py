@@ -70,9 +70,7 @@ class At(TrainerCallback):
             self.call(objects["model"])
 
 
-EVENTS = [
-    name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_init_end"
-]
+EVENTS = [n for n in vars(TrainerCallback) if n.startswith("on_") and n != "on_init_end"]
 
 
 class Everywhere(TrainerCallback):

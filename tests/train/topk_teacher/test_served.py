@@ -101,12 +101,7 @@ def test_packed_documents_are_asked_for_one_by_one(server, tmp_path):
     first = first_examples(batch | {"teacher_topk_ids": ids}, 4, 5)
     assert first["labels"].shape == (1, 10) and torch.equal(first["teacher_topk_ids"], ids[:, :10])
 
-    how = {
-        "collator": lambda _: dict(batch),
-        "temperature": 1.0,
-        "dtype": "float32",
-        "batch_size": 1,
-    }
+    how = {"collator": lambda _: {**batch}, "temperature": 1.0, "dtype": "float32", "batch_size": 1}
     for rows in ("labels", "all"):
         teacher, folder = ServedTeacher(url, 5, vocab_size=VOCAB), tmp_path / rows
         assert make(folder, model=teacher, blocks=[0], rows=rows, **how).rows == kept.sum()
