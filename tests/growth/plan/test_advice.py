@@ -166,13 +166,8 @@ def test_parameters_are_those_of_published_models(class_name, sizes, growth, bef
     assert of["weights"] + of["gradients"] + of["optimizer"] == pytest.approx(2 * after, abs=32)
 
 
-BIG = {
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 4,
-    "vocab_size": 32000,
-}
+BIG = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+BIG |= {"num_hidden_layers": 4, "vocab_size": 32000}
 COUNTED = [
     ("LlamaForCausalLM", LLAMA, "num_hidden_layers"),
     ("GPT2LMHeadModel", GPT2, "n_layer"),

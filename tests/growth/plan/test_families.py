@@ -255,13 +255,9 @@ def test_what_follows_from_the_sizes_is_written_into_a_target_config():
 @pytest.mark.parametrize("head_dim", [4, 6, 12])
 def test_norms_over_all_heads_see_the_mean_square_they_saw(heads, head_dim):
     q_heads, kv_heads = heads
-    plan = growkern.plan(
-        random_model("Olmo2ForCausalLM", ROTARY),
-        num_hidden_layers=3,
-        head_dim=head_dim,
-        num_attention_heads=q_heads,
-        num_key_value_heads=kv_heads,
-    )
+    how = {"num_hidden_layers": 3, "num_attention_heads": q_heads, "head_dim": head_dim}
+    source = random_model("Olmo2ForCausalLM", ROTARY)
+    plan = growkern.plan(source, **how, num_key_value_heads=kv_heads)
     for space in ("q_pre", "k_pre"):
         assert plan.layout.space(space).kappa == pytest.approx(1, abs=1e-15)
 

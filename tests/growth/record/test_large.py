@@ -85,13 +85,9 @@ def test_a_model_of_another_dtype_is_held_against_a_source_of_that_dtype(dtypes)
     source, grown = pair("llama", old, new)
     report = growkern.verify(source, grown)
     assert report.ok and report.level == ("exact" if new == torch.float32 else "approximate")
-    assert (
-        0
-        < report.outputs["relative error"]
-        <= 1e-4
-        + 2
-        * sum(report.outputs.get(name, 0.0) for name in (ARITHMETIC, "error of a rounded source"))
-    )
+    names = (ARITHMETIC, "error of a rounded source")
+    allowed = 1e-4 + 2 * sum(report.outputs.get(name, 0.0) for name in names)
+    assert 0 < report.outputs["relative error"] <= allowed
 
 
 @pytest.mark.usefixtures("nothing_fits")

@@ -193,11 +193,8 @@ def test_a_command_caches_it(workplace):  # noqa: F811
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
 def test_a_run_file_names_a_server(workplace):  # noqa: F811
     teacher = transformers.AutoModelForCausalLM.from_pretrained(workplace / "teacher").double()
-    run = (
-        (workplace / "run.toml")
-        .read_text()
-        .replace("end_step = 4", "end_step = 4\ntemperature = 1.0")
-    )
+    run = (workplace / "run.toml").read_text()
+    run = run.replace("end_step = 4", "end_step = 4\ntemperature = 1.0")
     (workplace / "live.toml").write_text(run)
     live = train(workplace / "live.toml", progress=False)
     with serving(teacher.eval()) as (state, url):
