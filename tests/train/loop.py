@@ -4,6 +4,8 @@ Only the mechanisms are shared (window, head swap, loss); batches, labels, sched
 accumulation are written out here.
 """
 
+import contextlib
+
 import torch
 
 from growkern import linear_kl_mlm_loss
@@ -18,7 +20,7 @@ def train(model, batches, *, causal, learning_rate, warmup, two_stage, schedule,
     stacks, steps, losses = layer_stacks(model), len(batches), []
     model.train()
     for step, micro_batches in enumerate(batches):
-        part = ModelPart(two_stage.depth(step, len(stacks[0])), two_stage.layers_per_block)
+        depth = two_stage.depth(step, len(stacks[0]))
         alpha = schedule.alpha_at(step)
         items = sum((align_labels(b["labels"], causal=causal) != -100).sum() for b in micro_batches)
         total = 0.0
@@ -37,7 +39,10 @@ def train(model, batches, *, causal, learning_rate, warmup, two_stage, schedule,
                     alpha=alpha, temperature=schedule.temperature, num_items=items,
                 )  # fmt: skip
 
-            with sub_model(stacks, part), head_swap(model, loss_of):
+            window = contextlib.nullcontext()
+            if depth is not None:
+                window = sub_model(stacks, ModelPart(depth, two_stage.layers_per_block))
+            with window, head_swap(model, loss_of):
                 loss = model(**inputs).logits
             loss.backward()
             total += loss.item()
