@@ -87,6 +87,15 @@ def regular_size(file: Path) -> int:
     return state.st_size
 
 
+def text_of(file: Path) -> str:
+    """A text of 1 MB or less; "" if there is none that can be read."""
+    try:
+        is_small = file.is_file() and file.stat().st_size <= 1_000_000
+        return file.read_text(encoding="utf-8") if is_small else ""
+    except (OSError, ValueError):
+        return ""
+
+
 def read_json(file: Path, most_bytes: int, what: str) -> Any:
     """The content of a JSON file; the arguments are those of `read_bounded`."""
     try:

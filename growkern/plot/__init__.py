@@ -1,4 +1,4 @@
-"""Pictures: losses of training runs, attention maps, and the origin of a grown model's units."""
+"""Pictures and tables of the losses of training runs, and of what they saved."""
 
 from typing import TYPE_CHECKING
 

@@ -130,7 +130,7 @@ LEFT_OUT = {"__init__"} | (
 )
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in LEFT_OUT)
 # these work on a checkpoint of the user's; test_finetune.py calls the other one
-TOOLS = {"centroids", "finetune"}
+TOOLS = {"centroids", "finetune", "torchtitan_moments"}
 # and these need several processes
 TRAINING = [path for path in EXAMPLES if path.stem not in TOOLS | {"mesh_2d", "two_gpus"}]
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from growkern.growth.disk.companions import (complete_config, copy_companions, read_modules,
         write_companions, write_modules)
     from growkern.growth.disk.staging import (check_space, check_target, delete_staging,
-        is_unedited, Journal, may_replace, read_card, refusing, stamped)
+        is_unedited, Journal, may_replace, refusing, stamped)
     from growkern.growth.disk.stream import lay_out, ShardLayout, Stream
 # fmt: on
 

@@ -41,7 +41,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from growkern.errors import GrowthError, listed
-from growkern.files import read_json, write_all
+from growkern.files import read_json, text_of, write_all
 from growkern.growth.disk.checksum_record import read_checksums
 from growkern.growth.history import (
     CARD_FILE,
@@ -279,7 +279,7 @@ def why_kept(directory: Path) -> str | None:
 
     def is_known(file: PurePosixPath) -> bool:
         if str(file) == CARD_FILE:
-            return is_unedited(read_card(directory / CARD_FILE))
+            return is_unedited(text_of(directory / CARD_FILE))
         return is_grown and SAVED.fullmatch(str(file)) is not None
 
     return manifest.why_kept(directory, "a checkpoint", is_known, recorded)
@@ -302,8 +302,6 @@ def _is_grown(directory: Path) -> bool:
     return isinstance(lineage, dict) and {"format", *NEEDED} <= lineage.keys()
 
 
-# a card is read into memory
-MOST_CARD_BYTES = 1_000_000
 # the last line of a card that growkern wrote: the checksum of the lines above it
 STAMP = "<!-- growkern rewrites this file as long as nobody edits it: {} -->\n"
 STAMPED = re.compile(f"(.*\n){re.escape(STAMP).replace(re.escape('{}'), '([0-9a-f]{64})')}", re.S)
@@ -318,12 +316,3 @@ def is_unedited(text: str) -> bool:
     """Whether a card is as growkern wrote it."""
     match = STAMPED.fullmatch(text)
     return match is not None and stamped(match[1]) == text
-
-
-def read_card(file: Path) -> str:
-    """A card; "" if there is none that can be read."""
-    try:
-        is_small = file.is_file() and file.stat().st_size <= MOST_CARD_BYTES
-        return file.read_text(encoding="utf-8") if is_small else ""
-    except (OSError, ValueError):
-        return ""

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from growkern.arguments import Limit, between, check_fields, check_kind, path_of
 from growkern.errors import GrowthError, reason
 from growkern.families import Family, ModelSpec, value_of
-from growkern.files import check_format, read_json
+from growkern.files import check_format, read_json, text_of
 from growkern.growth import history
-from growkern.growth.disk import read_card
 from growkern.growth.history import (
     CARD_FILE,
     EARLIER,
@@ -283,7 +282,7 @@ def lineage_text(
 
 def card_of(directory: Path | None) -> dict[str, Any]:
     """What the card of the source says of the grown model too."""
-    text = read_card(directory / CARD_FILE) if directory else ""
+    text = text_of(directory / CARD_FILE) if directory else ""
     # huggingface_hub warns of a card without metadata, which is nothing to warn of here
     if not text.lstrip().startswith("---"):
         return {}

@@ -16,7 +16,8 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from growkern.errors import human, without_bars
-from growkern.growth.disk import complete_config, is_unedited, read_card, stamped
+from growkern.files import text_of
+from growkern.growth.disk import complete_config, is_unedited, stamped
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import local_tensor
 from growkern.growth.options import GrowthOptions, parse_size
@@ -88,7 +89,7 @@ def command(plan: GrowthPlan, settings: GrowthSettings, source: str) -> str:
 def write_card(text: str, directory: Path) -> None:
     """Write `README.md` into `directory`, unless somebody else wrote or edited the one there."""
     file = directory / CARD_FILE
-    if not os.path.lexists(file) or is_unedited(read_card(file)):
+    if not os.path.lexists(file) or is_unedited(text_of(file)):
         file.write_text(text, encoding="utf-8")
 
 
@@ -249,7 +250,7 @@ class _Record:
         # card of the Hub there, or an empty one
         directory = Path(working_dir)
         self._complete(directory)
-        text = read_card(directory / CARD_FILE)
+        text = text_of(directory / CARD_FILE)
         if self._is_own() and self._is_judged and (EMPTY_CARD in text or is_unedited(text)):
             tags = _listed(ModelCard(text).data.get("tags"))
             (directory / CARD_FILE).write_text(self._card(directory, tags), encoding="utf-8")

@@ -1,10 +1,10 @@
 """Teachers that are known by the k likeliest tokens of each row, and training with one.
 
-Such a teacher is a cache on disk, a server, a file of another library, or a model whose top k is to
-be kept. The predictions of a masked language model are valid only for the masks that it saw. A
-cache stores them for the masks of its first epochs, and training cycles through these masks. A
-causal model saw the text without masks, so its predictions serve every epoch. An example whose
-tokens or masks are not in the cache is refused.
+Such a teacher is a cache on disk, a server, or a model whose top k is to be kept. The predictions
+of a masked language model are valid only for the masks that it saw. A cache stores them for the
+masks of its first epochs, and training cycles through these masks. A causal model saw the text
+without masks, so its predictions serve every epoch. An example whose tokens or masks are not in the
+cache is refused.
 """
 
 import hashlib
