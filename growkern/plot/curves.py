@@ -172,6 +172,10 @@ def log_of(directory: Path) -> Path:
     files = (place / STATE_FILE for place in (directory, *checkpoints_in(directory)))
     file = next((file for file in files if file.is_file()), None)
     if file is None:
+        if (directory / RUN_FILE).is_file():
+            raise GrowthError(
+                f"{directory} has no log yet: each checkpoint brings it, see training.save_every"
+            )
         has = f"has no {STATE_FILE}" if directory.exists() else "does not exist"
         raise GrowthError(f"{directory} {has}: give the directory of a run")
     return file

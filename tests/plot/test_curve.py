@@ -104,6 +104,9 @@ def test_reads_a_run_that_is_not_finished(tmp_path):
 def test_refuses_what_is_no_run(tmp_path):
     with pytest.raises(GrowthError, match="trainer_state"):
         read_curve(tmp_path)
+    (tmp_path / "run.json").touch()
+    with pytest.raises(GrowthError, match=r"no log yet.*save_every"):
+        read_curve(tmp_path)
     with pytest.raises(GrowthError, match="no line of the log has a loss"):
         read_curve(write_run(tmp_path / "other", [{"step": 1, "loss": 2.0}]))
 

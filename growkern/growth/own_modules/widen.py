@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growkern.arguments import check_kind, whole_number
-from growkern.errors import FunctionChangedWarning, GrowthError, nearest, warn
+from growkern.errors import FunctionChangedWarning, GrowthError, listed, nearest, warn
 from growkern.growth.models import class_of
 from growkern.growth.own_modules import layers
 from growkern.growth.own_modules.trial import Comparison, compare
@@ -315,9 +315,11 @@ def _names_to_fill(small: nn.Module, large: nn.Module, skip: tuple[str, ...]) ->
     held, wide = (dict(x.named_buffers(remove_duplicate=False)) for x in (small, large))
     alone = (ours.keys() ^ theirs.keys()) | (held.keys() - wide.keys())
     if alone := {name for name in alone if not _is_named(name, skip)}:
+        layers = ({x for x, _ in y.named_modules(remove_duplicate=False)} for y in (small, large))
+        new = min(sorted(set.__xor__(*layers)) or sorted(alone), key=len)
         raise GrowthError(
-            f"only one of small and large has {sorted(alone)[:5]}: build both with the same class "
-            "and the same number of layers, or fill what is new and name it in skip=(...)"
+            f"only one of small and large has {listed(sorted(alone), 5)}: build both with the same "
+            f"class and number of layers, or fill what is new and give skip=({new!r},)"
         )
     names = [name for name in (*ours, *held) if not _is_named(name, skip)]
     for name in names:
