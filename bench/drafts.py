@@ -3,12 +3,11 @@
     python -m bench.drafts
 
 One model type after another, by its default config, as `growkern family draft` does it. OWN has
-what a default lacks. A draft is
-`exact` if the check grew a tiny model and no plan was wrong, `wrong` if one was, and `refused` if
-something in the class fits no rule. A machine writes bench/results/drafts.json, with the reasons,
-and for an exact draft the sizes that it does not grow. `--against` compares with that file in place
-of writing it: a model type that is no longer exact ends the command with 1. `--only llama bert`
-drafts these alone.
+what a default lacks. A draft is `exact` if a growth of a tiny model was exact and no plan was
+wrong, `wrong` if not, and `refused` if something in the class fits no rule. A machine writes
+bench/results/drafts.json, with the reasons, and for an exact draft the sizes that it does not grow.
+`--against` compares with that file in place of writing it: a model type that is no longer exact
+ends the command with 1. `--only llama bert` drafts these alone.
 """
 
 import sys
@@ -32,8 +31,9 @@ from growkern.families import supported_families
 from growkern.growth.draft import draft_family
 
 KINDS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-# ESM's own has no vocabulary or padding, and the positions of ESM-1b
+# ESM's own has no vocabulary or padding, and the positions of ESM-1b; ELECTRA's, narrow embeddings
 OWN = {"esm": {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"}}
+OWN |= {"electra": {"embedding_size": 256}}
 
 
 def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -49,7 +49,7 @@ def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
             ]
             # of an exact draft, the sizes that it does not grow
             held = "; ".join(f"{size} refused" for size in draft.refused)
-            word, why = ("exact", held) if draft.verified else ("wrong", "; ".join(wrong[:1]))
+            word, why = ("exact", held) if draft.verified else ("wrong", "".join(wrong[:1]) or held)
         except Exception as error:
             # anything but a refusal is a fault of the draft
             word, why = "refused" if isinstance(error, GrowthError) else "failed", str(error)

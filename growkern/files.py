@@ -165,7 +165,9 @@ def _toml_key(key: str) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(toml_lines(value)) + " }"
-    # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    # JSON strings, numbers and booleans are valid TOML, except for DEL
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

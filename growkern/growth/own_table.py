@@ -86,13 +86,13 @@ class TableReport:
 
     @property
     def ok(self) -> bool:
-        """True if the table describes the model and no plan was wrong."""
-        return not self.faults and all(growth.verdict != "wrong" for growth in self.growths)
+        """True if the table describes the model, a growth was exact, and no plan was wrong."""
+        verdicts = {growth.verdict for growth in self.growths} & {"exact", "wrong"}
+        return not self.faults and verdicts == {"exact"}
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        growths = [asdict(growth) for growth in self.growths]
-        return {"ok": self.ok, "faults": list(self.faults), "growths": growths}
+        return {"ok": self.ok, "faults": [*self.faults], "growths": [*map(asdict, self.growths)]}
 
     def table(self) -> Any:
         """The report as a rich renderable."""

@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from growkern.errors import GrowthError, reason
 from growkern.families import own_family
-from growkern.files import toml_lines
+from growkern.files import parse_toml, toml_lines
 from growkern.growth.draft.probe import small_configs
 from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import table_of
@@ -78,8 +78,8 @@ class DraftedFamily:
 
     @property
     def verified(self) -> bool:
-        """True if the check grew a tiny model, and no plan was wrong. Sizes may be refused."""
-        return self.report.ok and bool(self.report.growths)
+        """True if a growth of a tiny model was exact, and no plan was wrong."""
+        return self.report.ok
 
     @property
     def refused(self) -> dict[str, str]:
@@ -90,8 +90,7 @@ class DraftedFamily:
     def _sizes(self) -> dict[str, dict[str, str]]:
         """Verdict -> the sizes for whose growths alone it is the worst one, and why."""
         growths = sorted(self.report.growths, key=lambda growth: VERDICTS.index(growth.verdict))
-        alone = ((re.fullmatch(r"(\S+) \d+ -> \d+", growth.sizes), growth) for growth in growths)
-        worst = {size[1]: growth for size, growth in alone if size}
+        worst = {m[1]: g for g in growths if (m := re.fullmatch(r"(\S+) \d+ -> \d+", g.sizes))}
         said = [(g.verdict, size, " ".join(g.why.split())) for size, g in worst.items()]
         return {word: {size: why for one, size, why in said if one == word} for word in VERDICTS}
 
@@ -100,7 +99,6 @@ class DraftedFamily:
         """Whether the table is verified, what it grows, and what is assumed, refused and wrong."""
         name, flags = next(reversed(self.content["classes"])), self.content.get("refuse", {})
         word = "verified by growing a tiny model" if self.verified else "NOT verified"
-        wrong = (f"{g.sizes}: {g.why}" for g in self.report.growths if g.verdict == "wrong")
         grown = [(word, [*self._sizes[word]]) for word in VERDICTS[1:-1]]
         return [
             f"drafted from {name}, {word}; measured, but for what is assumed",
@@ -108,19 +106,14 @@ class DraftedFamily:
             *(f"refused: {size}: {why}" for size, why in self.refused.items()),
             *(f"assumed: {line}" for line in self.assumed),
             *(f"refused: {k}={r.get('value', 'another')}: {r['why']}" for k, r in flags.items()),
-            *(f"wrong: {' '.join(line.split())}" for line in (*self.report.faults, *wrong)),
+            *(f"wrong: {g.sizes}: {g.why}" for g in self.report.growths if g.verdict == "wrong"),
         ]
 
     @property
     def toml(self) -> str:
         """The table as the text of a TOML file, which begins with the notes."""
-        sections = {k: v for k, v in self.content.items() if isinstance(v, dict) and k != "tensors"}
-        sections |= {f"tensors.{part}": rows for part, rows in self.content["tensors"].items()}
-        plain = {k: v for k, v in self.content.items() if not isinstance(v, dict)}
-        lines = [*(f"# {note}" for note in self._notes), *toml_lines(plain)]
-        for name, entries in sections.items():
-            lines += ["", f"[{name}]", *toml_lines(entries)]
-        return "\n".join(lines) + "\n"
+        notes = (filter(str.isprintable, " ".join(note.split())) for note in self._notes)
+        return "".join(f"# {''.join(note)}\n" for note in notes) + _text(self.content)
 
     def to_dict(self) -> dict[str, Any]:
         """The draft as JSON values."""
@@ -144,13 +137,13 @@ def draft_family(config: Any) -> DraftedFamily:
     try:
         cls = class_for(config)
         if inner := [k for k in type(config).sub_configs if getattr(config, k, None)]:
-            raise GrowthError(
-                f"{config.model_type}: its config holds others ({', '.join(inner)}), and a draft "
-                "has one stack of layers that reads text"
-            )
+            raise GrowthError(f"its config holds others, {', '.join(inner)}: a draft has one stack")
         draft = _measured(cls, config)
         Walk(draft)
         found, report, assumed = _searched(table_of(draft), draft.config, cls.__name__)
+        family = own_family("draft", found)
+        for refusal in family.refuse:
+            refusal.check(family.fields(config))
         if report.faults:
             raise GrowthError(report.faults[0])
     except GrowthError as error:
@@ -162,19 +155,25 @@ def draft_family(config: Any) -> DraftedFamily:
     return DraftedFamily(found, report, tuple(assumed))
 
 
+def _text(table: dict[str, Any]) -> str:
+    values = table | {"tensors": None} | {f"tensors.{k}": v for k, v in table["tensors"].items()}
+    lines = toml_lines({k: v for k, v in values.items() if not isinstance(v, dict)})
+    for name in (k for k, v in values.items() if isinstance(v, dict)):
+        lines += ["", f"[{name}]", *toml_lines(values[name])]
+    return "\n".join(lines) + "\n"
+
+
 def _measured(cls: Any, config: Any) -> Draft:
     """The first small model of a class that runs, measured."""
-    error = GrowthError("no config with few units fits the class")
+    why = "no config with few units fits the class"
     for small in small_configs(config):
         small.architectures = [cls.__name__]
         try:
             return Draft(cls, small)
-        except GrowthError as other:
-            error = other
-        except Exception as other:
+        except Exception as error:
             # classes raise errors of any type where sizes do not fit
-            error = GrowthError(f"a small model of this class does not run: {reason(other)}")
-    raise error
+            why = ("" if isinstance(error, GrowthError) else "small models fail: ") + reason(error)
+    raise GrowthError(why)
 
 
 def class_for(config: Any) -> Any:
@@ -191,7 +190,8 @@ def class_for(config: Any) -> Any:
 
 
 def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any, TableReport, Any]:
-    """The table with those guesses that make fewer growths wrong."""
+    """The table, read back from its text, with those guesses that make fewer growths wrong."""
+    table = parse_toml(_text(table))
     report, assumed = check_family(own_family("draft", table), config, class_name), list[str]()
     wrong = {growth.sizes for growth in report.growths if growth.verdict == "wrong"}
     for why, edits in GUESSES.items():
@@ -200,10 +200,11 @@ def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any,
             continue
         for pattern, new in edits.items():
             text = re.sub(pattern, new, text)
-        growths = first_growths(own_family("draft", json.loads(text)), config, class_name, wrong)
+        edited = parse_toml(_text(json.loads(text)))
+        growths = first_growths(own_family("draft", edited), config, class_name, wrong)
         left = {growth.sizes for growth in growths if growth.verdict == "wrong"}
         if len(left) < len(wrong):
-            table, wrong = json.loads(text), left
+            table, wrong = edited, left
             assumed.append(f"{why}, by a search")
     if assumed:
         report = check_family(own_family("draft", table), config, class_name)

@@ -9,6 +9,7 @@ import growkern
 from growkern.cli.commands import app
 from growkern.families.model import ModelSpec
 from growkern.families.table_files import load_family, parse_family
+from growkern.files import parse_toml
 from growkern.growth.draft.family import DraftedFamily
 from growkern.growth.own_table import SizeCheck, TableReport
 from tests.shared import walks
@@ -22,8 +23,10 @@ MORE = (
     *("gpt_oss", "qwen3_moe", "cohere2", "opt", "bloom", "ernie4_5_moe", "nomic_bert", "roformer"),
     *("bert-generation", "deepseek_v3", "deepseek_v32", "esm", "gpt_neo", "longformer"),
 )
-# a draft refuses the defaults: no value, and embeddings as wide as the tiny model's stream
-OWN = bench.drafts.OWN | {"gpt2": {"n_inner": 3072}, "electra": {"embedding_size": 256}}
+# its default is no value
+OWN = bench.drafts.OWN | {"gpt2": {"n_inner": 3072}}
+# the first or last layer has a row of its own
+ROWS = transformers.OpenAIGPTConfig, transformers.ModernBertConfig, transformers.OPTConfig
 
 
 @pytest.mark.parametrize("model_type", SOME + MORE if walks.times > 1 else SOME)
@@ -66,6 +69,17 @@ def test_the_command_writes_a_table_that_grows_the_model(tmp_path):
     assert growkern.plan(tmp_path, family=table, hidden_size=48, num_hidden_layers=3).exact
 
 
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_table_that_was_checked_is_the_one_in_the_file(kind, tmp_path):
+    drafted = growkern.draft_family(config := kind(do_layer_norm_before=False))
+    assert any(isinstance(row, list) for row in drafted.content["tensors"]["trunk"].values())
+    config.architectures = [next(reversed(drafted.content["classes"]))]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "my.toml").write_text(drafted.toml)
+    assert growkern.plan(tmp_path, family=tmp_path / "my.toml", vocab_size=64_000)
+    assert drafted.verified and parse_toml(drafted.toml) == drafted.content
+
+
 def test_a_flag_that_the_draft_does_not_cover_is_refused():
     # its gated FFN needs tensors that this config does not have
     drafted = growkern.draft_family(transformers.StableLmConfig(qk_layernorm=False))
@@ -81,13 +95,15 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
         ("width 4 -> 8, heads 2", "refused", "of both"),
         ("keys 2 -> 4", "exact", ""),
         ("keys 2 -> 3", "refused", "no multiple"),
-        ("heads 4 -> 8", "refused", "shape\n[4]"),
-        ("heads 4 -> 6", "refused", "shape [4]"),
+        ("heads 4 -> 8", "refused", "shape [4]"),
+        ("heads 4 -> 6", "refused", "shape\n\x1b[4]"),
     )
-    checks = (SizeCheck(n, v, why=why) for n, v, why in said)
-    report = TableReport((), tuple(checks))
-    drafted = DraftedFamily({"classes": {"A": {}}, "tensors": {}}, report, ())
-    assert drafted.verified and drafted.refused == {"heads": "shape [4]"}
+    checks = tuple(SizeCheck(n, v, why=why) for n, v, why in said)
+    report = TableReport((), checks)
+    assert not TableReport((), checks[1:3]).ok
+    drafted = DraftedFamily({"classes": {"A": {}}, "tensors": {"lm": {}}}, report, ())
+    assert drafted.verified and drafted.refused == {"heads": "shape \x1b[4]"}
+    assert parse_toml(drafted.toml) == drafted.content
     notes = ("# exact in: keys", "# approximate in: width", "# refused: heads: shape [4]")
     assert {*notes} < {*drafted.toml.splitlines()}
 
@@ -99,6 +115,7 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
         (T5, r"nearest: \w*t5"),
         (transformers.NanoChatConfig(), r"self_attn\.q_norm \[\]: a norm .* nearest: "),
         (transformers.MiMoV2FlashConfig(), r"q_proj.* has \[96, 128\]; .* nearest: mimo"),
+        (transformers.OPTConfig(word_embed_proj_dim=512), r"proj_dim=512: not .* nearest: opt"),
         (transformers.RemBertConfig(), r"word_embeddings\.weight \[100, 256\]: .* nearest: bert"),
     ],
 )
