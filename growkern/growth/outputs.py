@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, listed
 from growkern.families import ModelSpec
 from growkern.growth import models
 from growkern.growth.source import Source
@@ -56,9 +56,17 @@ def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     source = source.stored
     # constants such as Gemma's root of the hidden size stay rounded to the source's dtype
     model = models.untrained_model(source.spec, source.dtype)
-    read = {name: source.read(name).to(dtype) for name in source.dtypes}
-    model.load_state_dict(models.computed_tensors(source.spec) | read, strict=False, assign=True)
+    state = models.computed_tensors(source.spec)
+    state |= {name: source.read(name).to(dtype) for name in source.dtypes}
+    if source.spec.stored:
+        # transformers makes tensors of other names of these
+        whole = type(model).from_pretrained(source.directory, dtype=source.dtype).state_dict()
+        state |= {name: x for name, x in whole.items() if source.spec.is_as_stored(name)}
+    made = {id(x): x for x in model.parameters()}
+    model.load_state_dict(state, strict=False, assign=True)
     models.tie(model, source.spec)
+    if lost := [name for name, x in model.named_parameters() if id(x) in made]:
+        raise GrowthError(f"{source.class_name}: no values for {listed(lost, 3)}")
     models.restore_buffers(model)
     if source.spec.family.mixtures:
         # others take neither float64 nor every size

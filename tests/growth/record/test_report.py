@@ -1,16 +1,21 @@
 """The words and the table of `growkern.verify`."""
 
+import dataclasses
 import io
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 
 import growkern
 from growkern.families.table_files import load_family
+from growkern.growth.outputs import as_model
 from growkern.growth.record.verdict import rounding
+from growkern.growth.source import open_source
 from testbed.families import FAMILIES, NEOX, T5
 from testbed.models import BERT, GPT2, LLAMA, random_model
+from testbed.relatives import RELATIVES
 
 
 def verified(class_name, sizes, change=lambda model: None, **how):
@@ -108,3 +113,19 @@ def test_texts_that_the_source_cannot_read_are_refused():
     assert growkern.verify(source, grown).ok
     with pytest.raises(growkern.GrowthError, match=r"the source, fails on these tokens.*<eos>"):
         growkern.verify(source, grown, tokens=torch.full((2, 5), 7))
+
+
+def test_tensors_that_transformers_makes_of_others_are_those_of_the_loaded_model(tmp_path):
+    """Files name the layers of ViT-MAE's decoder otherwise than the class does."""
+    class_name, sizes, _ = RELATIVES["vit_mae"]
+    random_model(class_name, sizes).save_pretrained(tmp_path)
+    loaded = getattr(transformers, class_name).from_pretrained(tmp_path, dtype=torch.float64)
+    state = as_model(open_source(tmp_path)).state_dict()
+    assert all(torch.equal(state[name], x) for name, x in loaded.state_dict().items())
+
+
+def test_a_model_without_some_of_its_values_is_not_run():
+    source = open_source(random_model("GPT2LMHeadModel", GPT2))
+    dtypes = {name: x for name, x in source.dtypes.items() if name != "transformer.ln_f.weight"}
+    with pytest.raises(growkern.GrowthError, match=r"no values for transformer\.ln_f\.weight"):
+        as_model(dataclasses.replace(source, dtypes=dtypes))
