@@ -222,7 +222,7 @@ MEASURING = [
     Use("eval {bert} --text {text} --confidence 95", ("confidence", "0.95")),
     Use("eval me/small@main --text {text}", ("me/small",)),
     Use("eval not/there/at/all --text {text}", ("not/there/at/all", "no such directory")),
-    Use("plot {trained}", ("trained", "training directory", "directory of a run")),
+    Use("plot {trained}", ("trained", "directory of a run")),
     Use("eval {bert} --text {text} --sequence-length 8 --seed -1", ("seed is -1", "0 .. ")),
 ]
 
