@@ -1,6 +1,6 @@
 """The curves of training runs, and what each cost to reach the loss of the first, the reference.
 
-The curve of a run comes from the log history in its training directory. It shows the validation
+The curve of a run comes from the log in its training directory. It shows the validation
 loss if that was measured, else the training loss. The FLOPs at which a loss is first reached are
 interpolated linearly between the two nearest points.
 
@@ -25,10 +25,10 @@ import numpy as np
 from rich.table import Table
 
 from growkern.errors import GrowthError, human
-from growkern.files import read_json
+from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.history import LINEAGE_FILE
 from growkern.plot.figure import plain
-from growkern.train.safety import STATE_FILE, checkpoints_in
+from growkern.train.safety import LOG_FILE, STATE_FILE, checkpoints_in
 
 # 300,000 lines of the log
 MOST_BYTES = 100_000_000
@@ -120,7 +120,7 @@ class Curve:
     @property
     def is_grown(self) -> bool:
         """Whether it is known to begin with weights of a smaller model."""
-        return bool(self.method) and not self.from_scratch
+        return bool(self.method or self.began) and not self.from_scratch
 
     @property
     def is_whole(self) -> bool:
@@ -141,7 +141,7 @@ class Curve:
         done, steps = self.last
         if self.finished:
             return ""
-        words = f"unfinished: step {done} of {steps}" if steps else "unfinished"
+        words = f"unfinished: step {done}{f' of {steps}' if steps else ''}"
         is_behind = self.validation and 0 <= self.steps[-1] < done
         return f"{words}, last evaluation at step {self.steps[-1]}" if is_behind else words
 
@@ -163,22 +163,28 @@ def first_crossing(costs: Sequence[float], losses: Sequence[float], target: floa
 def runs_in(directory: Path) -> list[Path]:
     """The generations that have a log, in a folder of them; else the directory itself."""
     runs = sorted(directory.glob("generation-*"), key=lambda run: (len(run.name), run.name))
-    return [run for run in runs if any(run.glob(f"**/{STATE_FILE}"))] or [directory]
+    return [run for run in runs if _logs(run)] or [directory]
 
 
 def log_of(directory: Path) -> Path:
     """The file with the log of a training directory, finished or not."""
-    # an unfinished run has its log in its checkpoints only
-    files = (place / STATE_FILE for place in (directory, *checkpoints_in(directory)))
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        if (directory / RUN_FILE).is_file():
-            raise GrowthError(
-                f"{directory} has no log yet: each checkpoint brings it, see training.save_every"
-            )
-        has = f"has no {STATE_FILE}" if directory.exists() else "does not exist"
-        raise GrowthError(f"{directory} {has}: give the directory of a run")
-    return file
+    if found := _logs(directory):
+        return found[0]
+    has = f"has no {LOG_FILE} or {STATE_FILE}" if directory.exists() else "does not exist"
+    raise GrowthError(f"{directory} {has}: give the directory of a run")
+
+
+def _logs(directory: Path) -> list[Path]:
+    # other trainers have the log of an unfinished run in its checkpoints only
+    places = (directory, *checkpoints_in(directory))
+    files = directory / LOG_FILE, *(place / STATE_FILE for place in places)
+    return [file for file in files if file.is_file()]
+
+
+def model_file(directory: Path, name: str) -> dict[str, Any]:
+    """The table in a file of a run's model, or of its latest checkpoint; empty without one."""
+    places = (directory, *checkpoints_in(directory))
+    return next(filter(None, (record(place / name) for place in places)), {})
 
 
 def read_curve(directory: str | Path) -> Curve:
@@ -186,15 +192,19 @@ def read_curve(directory: str | Path) -> Curve:
     directory = Path(directory)
     file = log_of(directory)
     try:
-        state = read_json(file, MOST_BYTES, "log")
-        curve = curve_of(state["log_history"], directory.resolve().name)
-        last = state.get("global_step", 0), state.get("max_steps", 0)
+        history = _lines_of(file)
+        settings = record(directory / RUN_FILE).get("run") or {}
+        # until there is a model
+        asked = settings.get("growth") or {}
+        growth = model_file(directory, LINEAGE_FILE).get("options", asked)
+        last = history[-1]["step"] if history else 0, settings.get("training", {}).get("steps", 0)
         curve = replace(
-            curve,
-            finished=file.parent == directory,
+            curve_of(history, directory.resolve().name),
+            # one that is resumed with more steps still has its model
+            finished=(directory / STATE_FILE).is_file() and last[0] >= last[1],
             last=last,
-            settings=_settings_of(directory / RUN_FILE),
-            method=str(record(file.with_name(LINEAGE_FILE)).get("options", {}).get("method", "")),
+            settings=settings,
+            method=str(growth.get("method", "")) if isinstance(growth, dict) else "",
         )
         for step, loss in zip(curve.steps, curve.losses, strict=True):
             if isinstance(loss, float) and not math.isfinite(loss):
@@ -212,15 +222,19 @@ def read_curve(directory: str | Path) -> Curve:
         raise GrowthError(f"{file}: not the log of a run: {repr(error)[:200]}") from error
     if not curve.steps:
         raise GrowthError(
-            f"{file}: no line of the log has a loss and flops: lower log_every under [training]"
+            f"{file}: no line of the log has a loss and flops yet: wait, or lower log_every under "
+            "[training]"
         )
     return curve
 
 
-def _settings_of(file: Path) -> dict[str, Any]:
-    """The sections of a run's file; none without the record of them."""
-    settings = record(file).get("run")
-    return settings if isinstance(settings, dict) else {}
+def _lines_of(file: Path) -> list[Any]:
+    """The lines of a log."""
+    if file.name == STATE_FILE:
+        return list(read_json(file, MOST_BYTES, "log")["log_history"])
+    # the last one may be half written
+    *lines, _ = read_bounded(file, MOST_BYTES, "log").split(b"\n")
+    return [*map(parse_json, lines)]
 
 
 def record(file: Path) -> dict[str, Any]:

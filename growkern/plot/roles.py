@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.growth.history import LINEAGE_FILE
-from growkern.plot.curves import Curve, log_of, record
+from growkern.plot.curves import Curve, model_file
 
 # settings with the names of models that a run begins with or learns from
 NAMED = (("growth", "source"), ("model", "path"), ("teacher", "paths"))
@@ -71,9 +71,11 @@ def _needs(curve: Curve, run: Path, other: Path) -> bool:
             if words and parts[-len(words) :] == tuple(words):
                 return True
     # a model that has grown inside a run was small in the same run
-    sizes = {} if curve.growths else record(log_of(run).with_name(LINEAGE_FILE)).get("sizes", {})
-    own = record(log_of(other).with_name("config.json"))
-    return bool(sizes) and all(own.get(name) in (old, None) for name, (old, _) in sizes.items())
+    sizes = {} if curve.growths else model_file(run, LINEAGE_FILE).get("sizes", {})
+    own = model_file(other, "config.json")
+    return bool(sizes and own) and all(
+        own.get(name) in (old, None) for name, (old, _) in sizes.items()
+    )
 
 
 def _names(section: Any, key: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Curves and savings, from curves whose answer is known."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -101,11 +102,23 @@ def test_reads_a_run_that_is_not_finished(tmp_path):
     assert (found.name, found.steps) == ("run", (0, 10))
 
 
+def test_reads_the_log_of_a_run_that_has_no_checkpoint_yet(tmp_path):
+    """It begins with a grown model. The last line is only half written."""
+    lines = [*HISTORY[:3], {"step": 11, "mlm": 6.0, "loss": 6.0, "flops": 110.0, "growth": 0}]
+    lines[-1]["growth/hidden_size"] = 8
+    text = "\n".join(map(json.dumps, lines))
+    (tmp_path / "log.jsonl").write_text(f'{text}\n{{"step": 12, "mlm"')
+    (tmp_path / "run.json").write_text('{"run": {"training": {"steps": 40}}}')
+    found = read_curve(tmp_path)
+    assert found.steps == (0, 10) and found.is_grown and not found.finished
+    assert found.state == "unfinished: step 11 of 40, last evaluation at step 10"
+    settings = '{"run": {"growth": {"method": "random"}}}'
+    (tmp_path / "run.json").write_text(settings)
+    assert read_curve(tmp_path).from_scratch
+
+
 def test_refuses_what_is_no_run(tmp_path):
-    with pytest.raises(GrowthError, match="trainer_state"):
-        read_curve(tmp_path)
-    (tmp_path / "run.json").touch()
-    with pytest.raises(GrowthError, match=r"no log yet.*save_every"):
+    with pytest.raises(GrowthError, match=r"no log.jsonl or trainer_state.json"):
         read_curve(tmp_path)
     with pytest.raises(GrowthError, match="no line of the log has a loss"):
         read_curve(write_run(tmp_path / "other", [{"step": 1, "loss": 2.0}]))

@@ -428,12 +428,12 @@ def test_the_jump_of_a_growth_is_drawn_and_told(tmp_path, monkeypatch):
 
 
 def test_an_unfinished_run_is_named_with_its_step_and_has_no_savings(tmp_path, monkeypatch):
-    state = {"global_step": 12, "max_steps": 40}
     grown = {"step": 12, "eval_loss": 5.0, "flops": 120.0, "growth": 1, "growth/hidden_size": 96}
     for place, lines in (("part/checkpoint-12", [grown]), ("whole", [])):
         (tmp_path / place).mkdir(parents=True)
-        text = json.dumps(state | {"log_history": [*HISTORY, *lines]})
+        text = json.dumps({"log_history": [*HISTORY, *lines]})
         (tmp_path / place / "trainer_state.json").write_text(text)
+    (tmp_path / "part" / "run.json").write_text('{"run": {"training": {"steps": 40}}}')
     runs = [tmp_path / "part", tmp_path / "whole"]
     alone = drawn(monkeypatch, lambda: plot_runs(runs[:1], tmp_path / "a.png"))
     assert alone.axes[0].get_title("left") == "part (unfinished: step 12 of 40)"
@@ -452,4 +452,4 @@ def test_an_unfinished_run_is_named_with_its_step_and_has_no_savings(tmp_path, m
     assert "saved" not in "".join(texts(both)) and "more" not in "".join(texts(both))
     assert savings_cells(plot_runs(runs, tmp_path / "a.png"))[1][3:] == ["-"] * 4
     # the other way round the control is finished
-    assert savings_cells(plot_runs(runs[::-1], tmp_path / "a.png"))[1][4] == "0%"
+    assert savings_cells(plot_runs(runs[::-1], tmp_path / "a.png"))[1][6] == "0%"

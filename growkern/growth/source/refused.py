@@ -32,7 +32,7 @@ FOREIGN = ("*.h5", "*.msgpack", "*.onnx*", "*.ot")
 STATE_FILES = (
     *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
     *FOREIGN,
-    *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
+    *("trainer_state.json", "log.jsonl", "*_results.json", "events.out.tfevents.*"),
 )
 # weights that growth opens
 WHOLE = ("*.safetensors", "*.safetensors.index.json", METADATA_FILE)

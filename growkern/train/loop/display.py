@@ -1,16 +1,18 @@
 """What people see of a run: short lines, and a bar where they look at a terminal.
 
-A log line has twenty numbers. People get the few by which they act, and `trainer_state.json` and
-the trackers get all.
+A log line has twenty numbers. People get the few by which they act, and `log.jsonl` and the
+trackers get all.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -19,6 +21,7 @@ from transformers.integrations import TensorBoardCallback
 
 from growkern.errors import clean, counted, human, say, warn
 from growkern.train.loop.growing import GrowthInRun
+from growkern.train.safety import LOG_FILE
 
 LABEL_LOSS, OBJECTIVE, VALIDATION_LOSS = "label loss", "objective", "validation loss"
 # seconds after which a run without a bar says that it is alive
@@ -193,6 +196,34 @@ class Bar(_Lines, ProgressCallback):
         super().on_train_begin(args, state, control, **kwargs)
 
 
+class LogFile(TrainerCallback):
+    """Writes every log line at once to a file in the run's directory, on the first process alone.
+
+    The file has the lines of the trainer's state. If it cannot be written, the callback warns once.
+    """
+
+    _file: Path | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin with the lines of the checkpoint: those after it are logged again."""
+        if state.is_world_process_zero:
+            self._file = Path(args.output_dir) / LOG_FILE
+            self._write("w", state.log_history)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add a line."""
+        self._write("a", state.log_history[-1:])
+
+    def _write(self, mode: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        if self._file is not None:
+            try:
+                with self._file.open(mode, encoding="utf-8") as file:
+                    file.writelines(f"{json.dumps(line, default=str)}\n" for line in lines)
+            except OSError as error:
+                warn(f"{self._file} gets no more lines ({error}); training continues")
+                self._file = None
+
+
 class SafeTensorBoard(TensorBoardCallback):
     """transformers' callback. When a log cannot be written it warns once and writes no more."""
 
@@ -239,7 +270,11 @@ def _expect_failing_writers() -> None:
 
 
 def use_own_displays(trainer: Any) -> None:
-    """Replace the callbacks of a trainer that print log lines or write them for TensorBoard."""
+    """Replace the callbacks of a trainer that print log lines or write them for TensorBoard.
+
+    A file gets them too.
+    """
+    trainer.add_callback(LogFile())
     board = trainer.pop_callback(TensorBoardCallback)
     if board is not None:
         trainer.add_callback(SafeTensorBoard(board.tb_writer))

@@ -15,7 +15,7 @@ from growkern.train.dataset import describe_data
 from growkern.train.loop import TwoStageTrainer, last_losses
 from growkern.train.run.file import Run, TrainingSection
 from growkern.train.run.resolve import ResolvedRun
-from growkern.train.safety import step_of
+from growkern.train.safety import LOG_FILE, step_of
 from growkern.train.sections import TASKS, DataSection, span_counts
 
 PRECISIONS = {
@@ -121,7 +121,7 @@ def header(
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
         "saves": _describe_saving(run.output, training),
         "logs": f"every {counted(training.log_every, 'step')}; all values go to "
-        f"trainer_state.json of each checkpoint{trackers}",
+        f"{run.output / LOG_FILE}{trackers}",
         "to stop": "Ctrl-C or SIGTERM: the step ends and is saved",
         "to resume": command,
     }

@@ -77,7 +77,7 @@ MOST_BYTES = 1_000_000
 CHECKPOINTS = r"(damaged-)?checkpoint-\d+"
 # of a run, besides what the records of its checkpoints name
 OF_A_RUN = (
-    r"run\.json|\.run\.json\.\w+\.part|\.lock|manifest\.json"
+    r"run\.json|\.run\.json\.\w+\.part|\.lock|manifest\.json|log\.jsonl"
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|loss_vs_flops\.png"
 )
 # of TensorBoard

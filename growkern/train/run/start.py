@@ -1,9 +1,10 @@
 """Trains a model as a run file says: `growkern.run(path)`.
 
-The output directory belongs to one run. It holds `run.json` (which run it is) and the checkpoints
-`checkpoint-<step>`, with float32 weights. At the end it also holds the trained model in the dtype
-of the checkpoint that the run began with, its tokenizer, the log history `trainer_state.json`, and
-`manifest.json` with the checksums of these files. A run is finished if they are all as written.
+The output directory belongs to one run. It holds `run.json` (which run it is), its `log.jsonl` and
+the checkpoints `checkpoint-<step>`, with float32 weights. At the end it also holds the trained
+model in the dtype of the checkpoint that the run began with, its tokenizer, the state
+`trainer_state.json`, and `manifest.json` with the checksums of these files. A run is finished if
+they are all as written.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
         path: the run file.
         overwrite: delete the output directory first if it holds another run.
         progress: whether to print a header, log lines and an end, with progress bars where stderr
-            is a terminal. Without it nothing but warnings is printed. `trainer_state.json` has the
-            log lines in any case.
+            is a terminal. Without it nothing but warnings is printed. `log.jsonl` in the output
+            directory gets the log lines in any case.
 
     Returns:
         The output of `transformers.Trainer` (global_step, training_loss, metrics) of the last

@@ -12,8 +12,9 @@ from pathlib import Path
 from growkern.errors import GrowthError, warn
 from growkern.publish import MANIFEST, damage_of, delete, move, read_manifest
 
-# transformers' name of the file with the log
-STATE_FILE = "trainer_state.json"
+# transformers' name of the file with the log, which a checkpoint has and a finished run; and the
+# file in the directory of a run that gets each line at once
+STATE_FILE, LOG_FILE = "trainer_state.json", "log.jsonl"
 DAMAGED = "damaged-{}"
 
 

@@ -11,9 +11,11 @@ import transformers
 from safetensors.torch import load_file
 
 from growkern import GrowthError, run as train
+from growkern.errors import GrowthWarning
 from growkern.plot.curves import read_curve, runs_in
 from growkern.plot.roles import arrange
 from growkern.publish.calls import locked
+from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.display import last_losses
 from growkern.train.run import resolve as run_directory
 from growkern.train.run.arguments import training_arguments
@@ -104,6 +106,10 @@ def files_of(path):
     return {f: f.stat().st_mtime_ns for f in path.rglob("*") if f.is_file()}
 
 
+def log_in(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
 def test_train_resume_and_finish(workplace):
     result = train(workplace / "run.toml", progress=False)
     out = workplace / "out"
@@ -134,6 +140,30 @@ def test_train_resume_and_finish(workplace):
     assert train(workplace / "run.toml", progress=False).global_step == 6
     for name, value in load_file(out / "model.safetensors").items():
         assert value.equal(weights[name]), name
+    # no line twice, though those after the checkpoint were logged before the kill too
+    again = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    assert log_in(out) == again and [x["step"] for x in again] == [x["step"] for x in history]
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_each_line_is_in_the_log_at_once(workplace, monkeypatch):
+    """Before the first checkpoint too. A disk that takes no more stops the log alone."""
+    out, seen, begin = workplace / "out", [], LoopCallback.on_step_begin
+
+    def look(callback, args, state, control, **options):
+        begin(callback, args, state, control, **options)
+        if len(seen) < 2:
+            seen.append((log_in(out) == state.log_history, any(out.glob("checkpoint-*"))))
+        elif (out / "log.jsonl").is_file():
+            assert read_curve(out).state == "unfinished: step 2 of 6, last evaluation at step 0"
+            (out / "log.jsonl").unlink()
+            (out / "log.jsonl").mkdir()
+
+    monkeypatch.setattr(LoopCallback, "on_step_begin", look)
+    with pytest.warns(GrowthWarning, match="log.jsonl gets no more lines") as found:
+        train(workplace / "run.toml", progress=False)
+    assert sum("no more lines" in str(warning.message) for warning in found) == 1
+    assert seen == [(True, False)] * 2 and (out / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
