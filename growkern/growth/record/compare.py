@@ -40,8 +40,6 @@ from growkern.growth.plan import (
 from growkern.growth.record.lineage import (
     TRAINED,
     Lineage,
-    Origin,
-    origin_of,
     record_of,
     source_files,
     versions,
@@ -174,8 +172,7 @@ def compare_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
 
 
 def _compared(plan: GrowthPlan, task: Task, actual: Tensor, expected: Tensor) -> _Compared:
-    origin = origin_of(plan, task)
-    rebuilt, within = _rebuilt_error(actual, expected, _copies_of(plan, task, origin))
+    rebuilt, within = _rebuilt_error(actual, expected, _copies_of(plan, task))
     back = _inverse_error(plan, task, actual)
     if back is not None:
         allowed = WEIGHT_ROUNDINGS if actual.dtype.itemsize == 2 else 16
@@ -183,26 +180,27 @@ def _compared(plan: GrowthPlan, task: Task, actual: Tensor, expected: Tensor) ->
     return _Compared(task.name, rebuilt, back, within)
 
 
-def _copies_of(plan: GrowthPlan, task: Task, origin: Origin) -> Tensor:
+def _copies_of(plan: GrowthPlan, task: Task) -> Tensor:
     """True for entries that are copies, which have the same bits on every machine; broadcasts.
 
     Sums, as of new tokens and extra coordinates, may be rounded otherwise. So may a source in
     another dtype, before it was grown, and random numbers.
     """
     is_rounded = plan.source.dtypes.get(task.source) != plan.dtypes[task.name]
-    result = torch.tensor(origin.holds == "copies" and not is_rounded)
-    for axis, old, new in zip(origin.axes, origin.source_shape, origin.shape, strict=True):
-        result = result[..., None] & _gathered(plan, task, axis, old, new)
-    for dim, drawn in enumerate(kind_of(plan, task).drawn()):
-        result = result & ~drawn.view((-1, *(1 for _ in origin.shape[dim + 1 :])))
+    kind = kind_of(plan, task)
+    result = torch.tensor(kind.holds == "copies" and not is_rounded)
+    for axis, new in zip(task.tensor.axes, task.shape, strict=True):
+        result = result[..., None] & _gathered(plan, task, axis, new)
+    for dim, drawn in enumerate(kind.drawn()):
+        result = result & ~drawn.view((-1, *(1 for _ in task.shape[dim + 1 :])))
     return result
 
 
-def _gathered(plan: GrowthPlan, task: Task, axis: str, old: int, new: int) -> Tensor:
+def _gathered(plan: GrowthPlan, task: Task, axis: str, new: int) -> Tensor:
     """Which entries of an axis are gathered from the source, or hold nothing, (new,) bool."""
     role, _, names = axis.partition(":")
     if not names:
-        return torch.arange(new) < old
+        return torch.arange(new) < plan.small.axis_size(axis)
     pieces = []
     for space in (plan.layout.space(name, task.source_layer) for name in names.split("|")):
         index = space.read_index if role == "read" else space.write_index

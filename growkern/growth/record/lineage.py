@@ -2,7 +2,7 @@
 
 `growkern.verify` and the next growth work from this file. It holds both configs,
 the options and seeds, all maps and shares (key `maps`), and the origin of each tensor (key
-`tensors`, with the field names of `Origin`). Maps consist of few runs, so run lengths keep the file
+`tensors`, see `origin_of`). Maps consist of few runs, so run lengths keep the file
 small:
 
     index    "0-11 0-5"        0, 1, ... 11, 0, 1, ... 5
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,47 +70,39 @@ KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where one target tensor comes from. With the maps of its axes, `inverse` undoes it."""
-
-    source: str  # the source tensor; "identity" or "zero" if the source has no such tensor
-    source_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    # each "write:SPACE", "read:SPACE" or the name of a size (`growkern.families.spec`)
-    axes: tuple[str, ...]
+# the entries of most origins, which are not written
+USUAL = {
     # how the target holds the source: "copies"; "block", in the leading entries of every space; or
     # "" if it does not (random, 0, or a norm that only normalises)
-    holds: str = "copies"
-    layer: Layer = None
-    upper: str | None = None  # the same tensor of the next source layer, if AKI mixes it in
-    norm: tuple[str, ...] | None = None  # the spaces that a norm reads and writes
-    factor: float = 1.0
-    offset: float = 0.0  # that the model adds to the stored value. Growth scales the sum
-    is_gain: bool = False  # the weight of a norm; False for its bias
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        return {k: v for k, v in asdict(self).items() if k not in defaults or v != defaults[k]}
+    "holds": "copies",
+    "layer": None,
+    "upper": None,  # the same tensor of the next source layer, if AKI mixes it in
+    "norm": None,  # the spaces that a norm reads and writes
+    "factor": 1.0,
+    "offset": 0.0,  # that the model adds to the stored value. Growth scales the sum
+    "is_gain": False,  # the weight of a norm; False for its bias
+}
 
 
-def origin_of(plan: GrowthPlan, task: Task) -> Origin:
-    """The origin of one target tensor."""
+def origin_of(plan: GrowthPlan, task: Task) -> dict[str, Any]:
+    """Where a target tensor comes from. With the maps of its axes, its inverse undoes it."""
     kind, tensor = kind_of(plan, task), task.tensor
-    return Origin(
-        kind.source,
-        tuple(plan.small.axis_size(axis) for axis in tensor.axes),
-        task.shape,
-        tensor.axes,
-        holds=kind.holds,
-        layer=task.source_layer,
-        upper=task.upper,
-        norm=tensor.norm,
-        factor=kind.factor,
-        offset=kind.offset,
-        is_gain=tensor.norm is not None and not tensor.is_bias,
-    )
+    known = {
+        # the source tensor; "identity" or "zero" if the source has no such tensor
+        "source": kind.source,
+        "source_shape": tuple(plan.small.axis_size(axis) for axis in tensor.axes),
+        "shape": task.shape,
+        # each "write:SPACE", "read:SPACE" or the name of a size (`growkern.families.spec`)
+        "axes": tensor.axes,
+        "holds": kind.holds,
+        "layer": task.source_layer,
+        "upper": task.upper,
+        "norm": tensor.norm,
+        "factor": kind.factor,
+        "offset": kind.offset,
+        "is_gain": tensor.norm is not None and not tensor.is_bias,
+    }
+    return {k: x for k, x in known.items() if k not in USUAL or x != USUAL[k]}
 
 
 def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:
@@ -252,7 +244,7 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
         "target_config": config_dict(plan.large.config),
         "source_dtype": str(plan.source.dtype).removeprefix("torch."),
         "maps": spaces_of(plan),
-        "tensors": {task.name: origin_of(plan, task).to_dict() for task in plan.tasks},
+        "tensors": {task.name: origin_of(plan, task) for task in plan.tasks},
     }
     return dict(json.loads(json.dumps(record)))
 

@@ -1,7 +1,7 @@
 """The formats of checkpoints, the files that belong to one, and whether these change.
 
-How each format is recognised, opened and told apart from other files. A new one is one more entry
-of `FORMATS`. Code outside of this folder reads the fields of `Format`, and compares no file names.
+How each format is recognised, opened and told apart from other files. A new one is one more
+entry of `FORMATS`. Code outside of this folder asks a `Format`, and compares no file names.
 
 `Stamps` notice files that change while they are read. Only files that the work reads or copies
 count. Small files are the same if their bytes are. Weights are too large to read once more, so the
@@ -18,12 +18,12 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,118 +75,97 @@ MOST_FILES = 10_000
 OptimizerState = Mapping[str, Mapping[str, StoredTensor]]
 
 
-class Format(NamedTuple):
-    """A way to keep a model in a directory.
+class Format:
+    """A way to keep a model in a directory: this one is safetensors, and others override it."""
 
-    Attributes:
-        recognises: whether a directory has this format.
-        read: (directory, model) -> the stored tensors, by their names there.
-        read_header: the bytes of a file that list its tensors. The file is that of a tensor of
-            `read`.
-        files: the names of a directory's files that hold the weights, and of the one that lists
-            them. A change while they are read is noticed.
-        weights: patterns of the names of files that a loader may read as the model's weights.
-        suffix: file extension of this format's weight files, which consist of such a header and of
-            tensors. None: the format has no such files.
-        read_optimizer: (directory, parameters) -> the optimizer's state, where the format keeps it
-            with the weights: parameter -> key -> tensor. `parameters` has the name of a parameter
-            in the model -> its name in the result. None: the state is in a file of its own.
-    """
-
-    recognises: Callable[[Path], bool]
-    read: Callable[[Path, ModelSpec], Mapping[str, StoredTensor]]
-    read_header: Callable[[Path], bytes]
-    files: Callable[[Path], Sequence[str]]
-    weights: tuple[str, ...] = ()
-    suffix: str | None = None
+    # patterns of the names of files that a loader may read as the model's weights
+    weights: tuple[str, ...] = ("*.safetensors", "*.safetensors.index.json")
+    # file extension of weight files, which consist of a header and of tensors; None: there are none
+    suffix: str | None = ".safetensors"
+    # where the format keeps the optimizer's state with the weights, (directory, parameters) ->
+    # parameter -> key -> tensor. `parameters` has the name of each in the model -> in the result
     read_optimizer: Callable[[Path, Mapping[str, str]], OptimizerState] | None = None
 
+    def recognises(self, directory: Path) -> bool:
+        """Whether a directory has this format; of any other, `read` says which file is missing."""
+        return True
 
-# functions with names, as a plan that is pickled holds its format
+    def read(self, directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+        """The stored tensors, by their names there."""
+        # for a plan, only the config of a model on the Hub was downloaded
+        return (read_remote_headers if lacks_weights(directory) else files.read_headers)(directory)
 
+    def read_header(self, file: Path) -> bytes:
+        """The bytes of a file that list its tensors. The file is that of a tensor of `read`."""
+        return files.read_header_bytes(file)
 
-def _has_any(directory: Path) -> bool:
-    return True
+    def files(self, directory: Path) -> list[str]:
+        """The names of the files that hold the weights, and of the one that lists them.
 
-
-def _read_safetensors(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
-    # for a plan, only the config of a model on the Hub was downloaded
-    return (read_remote_headers if lacks_weights(directory) else files.read_headers)(directory)
-
-
-def _safetensors_files(directory: Path) -> list[str]:
-    if (directory / files.WEIGHTS_FILE).is_file():
-        return [files.WEIGHTS_FILE]
-    # a damaged index is refused where it is read
-    with contextlib.suppress(GrowthError):
-        return [files.INDEX_FILE, *files.shard_names(directory)]
-    return [files.INDEX_FILE]
-
-
-def _has_no_weights(directory: Path) -> bool:
-    own = (*weight_files(), METADATA_FILE)
-    return not lacks_weights(directory) and is_bare(pieces_in(directory), own)
-
-
-def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
-    """The tensors that the files of such a model would have, on the meta device."""
-    # a model with images may name it in the config of its text alone
-    named = (getattr(config, "dtype", None) for config in (model.config, model.text))
-    dtype = next(filter(None, named), torch.float32)
-    return {
-        name: BareTensor(str(directory / files.WEIGHTS_FILE), shape, dtype)
-        for name, shape in model.shapes.items()
-        if name not in model.ties
-    }
+        A change while they are read is noticed.
+        """
+        if (directory / files.WEIGHTS_FILE).is_file():
+            return [files.WEIGHTS_FILE]
+        # a damaged index is refused where it is read
+        with contextlib.suppress(GrowthError):
+            return [files.INDEX_FILE, *files.shard_names(directory)]
+        return [files.INDEX_FILE]
 
 
-def _has_metadata(directory: Path) -> bool:
-    return (pieces_in(directory) / METADATA_FILE).is_file()
+class Bare(Format):
+    """A config alone, for a plan."""
+
+    suffix = None
+
+    def recognises(self, directory: Path) -> bool:
+        own = (*weight_files(), METADATA_FILE)
+        return not lacks_weights(directory) and is_bare(pieces_in(directory), own)
+
+    def read(self, directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+        """The tensors that the files of such a model would have, on the meta device."""
+        # a model with images may name it in the config of its text alone
+        named = (getattr(config, "dtype", None) for config in (model.config, model.text))
+        dtype, file = next(filter(None, named), torch.float32), str(directory / files.WEIGHTS_FILE)
+        own = (item for item in model.shapes.items() if item[0] not in model.ties)
+        return {name: BareTensor(file, shape, dtype) for name, shape in own}
 
 
-def _distributed_files(directory: Path) -> list[str]:
-    place = pieces_in(directory)
-    files = [place / METADATA_FILE, *place.glob("*.distcp")]
-    return [str(file.relative_to(directory)) for file in files]
+class Distributed(Format):
+    """Of torch.distributed.checkpoint: the metadata file lists all tensors.
+
+    Its files are among `STATE_FILES`, and no loader takes a stray one for a model.
+    """
+
+    weights, suffix = (), None
+
+    def recognises(self, directory: Path) -> bool:
+        return (pieces_in(directory) / METADATA_FILE).is_file()
+
+    def read(self, directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+        # imported here and below, because torch.distributed.checkpoint is slow to import
+        from growkern.growth.source.distributed import read_distributed
+
+        # experts lie there whole, as in memory
+        second = {t.name: model.second_files((t.template,), t.layer) for t in model.tensors}
+        names = {t.name: t.stored or (*second[t.name], t.name)[0] for t in model.tensors}
+        return read_distributed(pieces_in(directory), names)
+
+    def read_header(self, file: Path) -> bytes:
+        return file.read_bytes()
+
+    def files(self, directory: Path) -> list[str]:
+        place = pieces_in(directory)
+        found = [place / METADATA_FILE, *place.glob("*.distcp")]
+        return [str(file.relative_to(directory)) for file in found]
+
+    def read_optimizer(self, directory: Path, parameters: Mapping[str, str]) -> OptimizerState:
+        from growkern.growth.source.distributed import read_distributed_optimizer
+
+        return read_distributed_optimizer(directory, parameters)
 
 
-def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
-    # imported here and below, because torch.distributed.checkpoint is slow to import
-    from growkern.growth.source.distributed import read_distributed
-
-    # experts lie there whole, as in memory
-    second = {t.name: model.second_files((t.template,), t.layer) for t in model.tensors}
-    names = {t.name: t.stored or (*second[t.name], t.name)[0] for t in model.tensors}
-    return read_distributed(pieces_in(directory), names)
-
-
-def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:
-    from growkern.growth.source.distributed import read_distributed_optimizer
-
-    return read_distributed_optimizer(directory, parameters)
-
-
-# of torch.distributed.checkpoint: the metadata file lists all tensors. Its files are among
-# STATE_FILES, and no loader takes a stray one for a model
-DISTRIBUTED = Format(
-    recognises=_has_metadata,
-    read=_read_distributed,
-    read_header=Path.read_bytes,
-    files=_distributed_files,
-    read_optimizer=_read_distributed_optimizer,
-)
-# any other directory: `read` says which file is missing
-SAFETENSORS = Format(
-    recognises=_has_any,
-    read=_read_safetensors,
-    read_header=files.read_header_bytes,
-    files=_safetensors_files,
-    weights=("*.safetensors", "*.safetensors.index.json"),
-    suffix=".safetensors",
-)
-FORMATS = (DISTRIBUTED, SAFETENSORS)
-# a config alone, for a plan
-BARE = SAFETENSORS._replace(recognises=_has_no_weights, read=_read_bare, suffix=None)
+FORMATS: tuple[Format, ...] = (Distributed(), Format())
+BARE = Bare()
 
 
 def format_of(directory: Path, *, weights: bool = True) -> Format:

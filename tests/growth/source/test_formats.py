@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,30 +37,30 @@ def toy_tensors(file, state):
     return {name: ToyTensor(str(file), x) for name, x in state.items()}
 
 
-def read_toy(directory, model):
-    return toy_tensors(directory / MODEL, torch.load(directory / MODEL))
+class Toy(formats.Format):
+    weights, suffix = ("*" + SUFFIX,), SUFFIX
 
+    def recognises(self, directory):
+        return (directory / MODEL).is_file()
 
-def read_toy_optimizer(directory, parameters):
-    file = directory / OPTIMIZER
-    return {parameters[name]: toy_tensors(file, x) for name, x in torch.load(file).items()}
+    def read(self, directory, model):
+        return toy_tensors(directory / MODEL, torch.load(directory / MODEL))
 
+    def read_header(self, file):
+        return file.read_bytes()
 
-TOY = formats.Format(
-    recognises=lambda directory: (directory / MODEL).is_file(),
-    weights=("*" + SUFFIX,),
-    read=read_toy,
-    read_header=Path.read_bytes,
-    files=lambda directory: [MODEL],
-    suffix=SUFFIX,
-    read_optimizer=read_toy_optimizer,
-)
+    def files(self, directory):
+        return [MODEL]
+
+    def read_optimizer(self, directory, parameters):
+        file = directory / OPTIMIZER
+        return {parameters[name]: toy_tensors(file, x) for name, x in torch.load(file).items()}
 
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """Directories of the same model: as safetensors, and in a format that one entry adds."""
-    monkeypatch.setattr(formats, "FORMATS", (TOY, *formats.FORMATS))
+    monkeypatch.setattr(formats, "FORMATS", (Toy(), *formats.FORMATS))
     model = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32)
     for name in ("plain", "toy"):
         model.save_pretrained(tmp_path / name)

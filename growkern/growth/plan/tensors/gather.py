@@ -103,7 +103,7 @@ class Gather:
         """Per axis, which entries are random numbers amid copies, bool; []: no entry."""
         return next((found for patch in self.patches if (found := patch.drawn())), [])
 
-    # ---- for records, see `growth.record.lineage.Origin`
+    # ---- for records, see `growth.record.lineage.origin_of`
 
     @property
     def source(self) -> str:
