@@ -14,7 +14,7 @@ from growkern.ops.backend import Grid, Kernel
 from growkern.ops.backend.nvrtc import source_folder
 
 HERE = Path(__file__).parent
-WRAPPER = """#include "{name}.cu"
+WRAPPER = """#include "{file}"
 template <class Args> Args arguments_of(void (*)(Args));
 using Args = decltype(arguments_of({name}));
 void call(const void* args) {{ {name}(*static_cast<const Args*>(args)); }}
@@ -49,7 +49,7 @@ def _compile(kernel: Kernel, library: Path) -> None:
     csrc = source_folder()
     assert csrc is not None
     source = library.with_suffix(f".{os.getpid()}.cpp")
-    source.write_text(WRAPPER.format(name=kernel.name))
+    source.write_text(WRAPPER.format(name=kernel.name, file=kernel.file))
     # products and sums round apart: what a kernel must get right does not hang on fusing them
     # a jump into another fibre's stack is no error here
     flags = ["-O1", "-g0", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-shared"]

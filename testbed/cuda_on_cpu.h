@@ -33,7 +33,6 @@ struct alignas(16) Chunk {
 struct Copy {
     void* to;
     const void* from;
-    int bytes;
 };
 
 constexpr unsigned STACK = 64 << 10, MOST_COPIES = 256;
@@ -125,7 +124,7 @@ inline const char* run(void (*kernel)(const void*), const void* args, unsigned g
     return error;
 }
 
-inline void arrive(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
+inline void arrive(const Copy& copy) { memcpy(copy.to, copy.from, 16); }
 
 }  // namespace growkern::emulation
 
@@ -142,7 +141,8 @@ inline unsigned __float_as_uint(float x) {
     return y;
 }
 
-inline float fabsf(float x) { return __builtin_fabsf(x); }
+inline float fabs(float x) { return __builtin_fabsf(x); }
+inline double fabs(double x) { return __builtin_fabs(x); }
 
 // threads take turns only where they wait
 inline int atomicExch(int* to, int x) {
@@ -162,9 +162,6 @@ inline u16 bf16_bits(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline u32 bf16_bits_of_two(float low, float high) {
-    return bf16_bits(low) | static_cast<u32>(bf16_bits(high)) << 16;
-}
 inline u16 f16_bits(float x) {
     const _Float16 y = static_cast<_Float16>(x);
     u16 bits;
@@ -179,12 +176,11 @@ inline float f16_value(u16 bits) {
 
 inline void* dynamic_shared() { return emulation::shared; }
 
-template <int BYTES>
-void copy_async(void* shared, const void* global) {
+inline void copy_async(void* shared, const void* global) {
     using namespace emulation;
-    if (reinterpret_cast<u64>(shared) % BYTES || reinterpret_cast<u64>(global) % BYTES)
+    if (reinterpret_cast<u64>(shared) % 16 || reinterpret_cast<u64>(global) % 16)
         fail("an asynchronous copy is not aligned");
-    const Copy copy = {shared, global, BYTES};
+    const Copy copy = {shared, global};
     if (launch.eager)
         arrive(copy);
     else if (here->n_copies == MOST_COPIES)

@@ -66,11 +66,11 @@ def _expand_case(
         col_noise=vector if how == "noise" else None,
         routing=Routing(1, _shape(N, 2)) if how.startswith("routing") else None,
     )
-    made = launches_of(call, limit=limit)
-    narrow = ALIKE if dict(made.kernel.macros)["ALIGNED"] else RAGGED
+    kernel, grid = launches_of(call, limit=limit).steps[-1]
+    narrow = ALIKE if dict(kernel.macros)["ALIGNED"] else RAGGED
     name, size = f"CUDA expand {name}", dtype.itemsize
     stores = narrow if narrow == RAGGED else ""
-    return CudaCase(name, made.kernel, made.grid, registers, size, 1.25 * size, narrow, stores)
+    return CudaCase(name, kernel, grid, registers, size, 1.25 * size, narrow, stores)
 
 
 def cuda_cases(arch: str) -> list[CudaCase]:

@@ -17,13 +17,6 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-struct bf16 {
-    u16 bits;
-};
-struct f16 {
-    u16 bits;
-};
-
 }  // namespace growkern
 
 #ifndef __CUDACC__
@@ -62,15 +55,10 @@ __device__ inline void* dynamic_shared() {
     return memory;
 }
 
-// starts a copy of 4, 8 or 16 bytes, aligned to as many at both ends; it arrives by `wait_copies`
-template <int BYTES>
+// starts a copy of 16 bytes, aligned to as many at both ends; it arrives by `wait_copies`
 __device__ inline void copy_async(void* shared, const void* global) {
     const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-    if constexpr (BYTES == 16)  // .cg bypasses the L1 cache, and exists for 16 bytes only
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES)
-                     : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 
 // waits until this thread's copies have arrived
@@ -84,25 +72,20 @@ __device__ inline constexpr bool promised_aligned(const void*, int) { return ALI
 
 namespace growkern {
 
-__device__ inline float to_float(float x) { return x; }
-__device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
-__device__ inline float to_float(f16 x) { return f16_value(x.bits); }
-
-// rounds x to nearest
-template <class T>
-__device__ inline T narrow(float x);
-template <>
-__device__ inline float narrow<float>(float x) { return x; }
-template <>
-__device__ inline bf16 narrow<bf16>(float x) { return {bf16_bits(x)}; }
-template <>
-__device__ inline f16 narrow<f16>(float x) { return {f16_bits(x)}; }
-
-// a double becomes a float first, as in PyTorch
-template <class T>
-__device__ inline T from_acc(double x) { return narrow<T>(static_cast<float>(x)); }
-template <>
-__device__ inline double from_acc<double>(double x) { return x; }
+// Numbers are computed with as float and rounded to nearest. A double becomes a float first, as in
+// PyTorch.
+struct bf16 {
+    u16 bits;
+    bf16() = default;
+    __device__ bf16(float x) : bits(bf16_bits(x)) {}
+    __device__ operator float() const { return __uint_as_float(static_cast<u32>(bits) << 16); }
+};
+struct f16 {
+    u16 bits;
+    f16() = default;
+    __device__ f16(float x) : bits(f16_bits(x)) {}
+    __device__ operator float() const { return f16_value(bits); }
+};
 
 // n values that are loaded and stored together
 template <class T, int n>
@@ -115,33 +98,21 @@ __device__ inline bool is_aligned(const T* pointer, int bytes) {
     return promised_aligned(pointer, bytes) || reinterpret_cast<u64>(pointer) % bytes == 0;
 }
 
+// Starts copying n values to shared memory, by all threads of the block; they arrive by
+// `wait_copies`. Returns where they begin, up to 14 bytes past `to`: there a piece of 16 bytes
+// begins where one of `from` does, although a row of BERT's 30522 columns may begin anywhere.
 template <class T>
-__device__ inline void copy_scalars(T* to, const T* from, int begin, int end) {
-#pragma unroll 1
-    for (int i = begin + threadIdx.x; i < end; i += blockDim.x) to[i] = from[i];
-}
-
-template <class T, int BYTES>
-__device__ inline void copy_chunks(T* to, const T* from, int n) {
-    constexpr int step = BYTES / sizeof(T);
-    for (int i = step * threadIdx.x; i + step <= n; i += step * blockDim.x)
-        copy_async<BYTES>(to + i, from + i);
-    if (!ALIGNED) copy_scalars(to, from, n / step * step, n);
-}
-
-// starts copying n values to shared memory at a multiple of 16 bytes, by all threads of the block;
-// they arrive by `wait_copies`. Pieces are as wide as the address allows: a row of BERT's 30522
-// columns may begin anywhere.
-template <class T>
-__device__ inline void copy_row(T* to, const T* from, int n) {
-    if (is_aligned(from, 16))
-        copy_chunks<T, 16>(to, from, n);
-    else if (is_aligned(from, 8))
-        copy_chunks<T, 8>(to, from, n);
-    else if (sizeof(T) <= 4 && is_aligned(from, 4))
-        copy_chunks<T, sizeof(T) <= 4 ? 4 : 8>(to, from, n);
-    else
-        copy_scalars(to, from, 0, n);
+__device__ inline const T* copy_row(T* to, const T* from, int n) {
+    constexpr int step = 16 / sizeof(T);
+    const int skip = ALIGNED ? 0 : reinterpret_cast<u64>(from) / sizeof(T) % step;
+    to += skip;
+    for (int i = step * threadIdx.x - skip; i < n; i += step * blockDim.x)
+        if (ALIGNED || (i >= 0 && i + step <= n))
+            copy_async(to + i, from + i);
+        else
+            for (int k = i; k < i + step; ++k)
+                if (k >= 0 && k < n) to[k] = from[k];
+    return to;
 }
 
 }  // namespace growkern

@@ -16,7 +16,7 @@
 #ifndef IN
 #define IN bf16      // types of weight and output: float, bf16, f16, double
 #define OUT bf16
-#define ACC float    // double if IN or OUT is
+#define ACC float    // what is computed with: IN if numbers are copied, double if one of them is
 #define UPPER 0      // whether there is an `upper`
 #define NOISE 0      // the kind of noise or routing, one of the numbers below
 #define SHARE 1.f    // of routing: what the chosen copy gets
@@ -37,9 +37,10 @@ struct ExpandRowsArgs {
     const IN* weight;         // (R, C), columns contiguous; on the device or pinned on the host
     const IN* upper;          // (R, C), likewise
     OUT* out;                 // (M, N)  out, any strides
-    const i32* first;         // (2R,) at 2r and 2r + 1, an output row that reads row r of the
-                              // weight and of `upper`; -1: there is none. null: row r reads row r
-    const i32* after;         // (M,) another output row that reads the same row; -1: no more
+    const i64* rows;          // (M,) virtual rows; null, like the next two: 0 .. M-1
+    i32* first;               // (2R,) at 2r and 2r + 1, an output row that reads row r of the
+                              // weight and of `upper`; -1: there is none, as before `row_lists`
+    i32* after;               // (M,) another output row that reads the same row; -1: no more
     const i32* cols;          // (N,) virtual columns; null: 0 .. N-1
     const ACC* row_scale;     // (M,); null: 1
     const ACC* col_scale;     // (N,)
@@ -49,37 +50,14 @@ struct ExpandRowsArgs {
     const i32* line_mult;     // like line_key
     i64 weight_stride, upper_stride, out_stride_m, out_stride_n;
     i32 R, C, M, N;
-    i32 blocks_per_row;       // blocks that share the output columns of a row
-    bool staged;              // whether a row of weight and upper fits into shared memory
-    bool reads_upper_beside;  // whether a virtual column may be C or more
+    i32 staged;               // whether a row of weight and upper fits into shared memory
 };
-
-template <class A, class B>
-struct Same { static constexpr bool value = false; };
-template <class A>
-struct Same<A, A> { static constexpr bool value = true; };
-template <bool yes, class A, class B>
-struct Either { using type = A; };
-template <class A, class B>
-struct Either<false, A, B> { using type = B; };
 
 constexpr bool NOISY = NOISE == ROW_NOISE || NOISE == COL_NOISE;
 
 // Doubled sizes have two output rows for each source row. With noise, two rows that are stored in
 // pieces need more than the 80 registers with which three blocks fit on a multiprocessor.
 constexpr int ROWS_AT_ONCE = NOISY && !ALIGNED ? 1 : 2;
-
-// whether every number of the result is one of the weight, or 0: then none is converted
-constexpr bool COPIED = !SCALED && SHARE == 1.f && !NOISY &&
-                        Same<IN, OUT>::value;
-// what is computed with; a template, so that code for the other type need not compile
-using Value = typename Either<COPIED, IN, ACC>::type;
-
-__device__ inline double to_acc(double x) { return x; }
-template <class T>
-__device__ inline float to_acc(T x) {
-    return to_float(x);
-}
 
 // loads WIDTH numbers from column j on. `other` replaces all of them if `from` is null, and those
 // of columns from N on.
@@ -95,14 +73,9 @@ __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)
     }
 }
 
-__device__ inline float magnitude(float x) { return fabsf(x); }
-__device__ inline u32 top_word(float x) { return __float_as_uint(x); }
-__device__ inline double magnitude(double x) { return x < 0 ? -x : x; }
-__device__ inline u32 top_word(double x) { return x < 0 ? TOP_BIT : 0; }
-
 // what (3) of growkern/ops/expand/hashes.py needs of an entry of the noisy axis: 1 + |size|, or -1
 // where the size is 0 and no sign counts; and its source, where 2^31 is added for a negative size
-__device__ inline ACC factor_of(ACC size) { return size == 0 ? ACC(-1) : 1 + magnitude(size); }
+__device__ inline ACC factor_of(ACC size) { return size == 0 ? -1 : 1 + fabs(size); }
 __device__ inline i32 source_of(ACC size, i32 source) {
     return size < 0 ? source ^ TOP_BIT : source;
 }
@@ -159,36 +132,20 @@ __device__ inline bool is_run(const IN* weight, const Columns& columns) {
     return together;
 }
 
-template <class V = Value>
-__device__ inline V to_value(IN x) {
-    if constexpr (COPIED)
-        return x;
-    else
-        return to_acc(x);
-}
-
-template <class V>
-__device__ inline OUT from_value(V x) {
-    if constexpr (COPIED)
-        return x;
-    else
-        return from_acc<OUT>(x);
-}
-
 // (2) for one row. Virtual columns below C read `left`, the others read `right`.
 __device__ inline void gather(const ExpandRowsArgs& a, const IN* left, const IN* right,
-                              const Columns& columns, Value (&x)[WIDTH]) {
+                              const Columns& columns, ACC (&x)[WIDTH]) {
     if (!UPPER && is_run(left, columns)) {
         // one wide load: single elements, 16 bytes apart, would cause bank conflicts
         const auto pack = *reinterpret_cast<const Pack<IN, WIDTH>*>(left + columns.index(0));
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) x[k] = to_value(pack.x[k]);
+        for (int k = 0; k < WIDTH; ++k) x[k] = pack.x[k];
         return;
     }
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         const int c = columns.index(k);
-        x[k] = to_value(!UPPER || c < a.C ? left[c] : right[c - a.C]);
+        x[k] = !UPPER || c < a.C ? left[c] : right[c - a.C];
     }
 }
 
@@ -198,20 +155,6 @@ __device__ inline float turned(float x, u32 sign) {
 }
 __device__ inline double turned(double x, u32 sign) { return sign ? -x : x; }
 
-// rounds to the type of the result
-__device__ inline void round_all(ACC (&x)[WIDTH]) {
-    if constexpr (Same<OUT, bf16>::value && Same<ACC, float>::value) {
-#pragma unroll
-        for (int k = 0; k < WIDTH; k += 2) {
-            const u32 two = bf16_bits_of_two(x[k], x[k + 1]);
-            x[k] = __uint_as_float(two << 16), x[k + 1] = __uint_as_float(two & 0xffff0000u);
-        }
-    } else {
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) x[k] = to_acc(from_acc<OUT>(x[k]));
-    }
-}
-
 // (3) and (4) without its last rounding, for output row i, which reads virtual row r
 __device__ inline void add_noise(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
                                  ACC (&x)[WIDTH]) {
@@ -219,43 +162,30 @@ __device__ inline void add_noise(const ExpandRowsArgs& a, const Columns& columns
     const ACC size = by_row ? a.noise[i] : ACC(0), factor = factor_of(size);
     const u32 row = source_of(size, r);
     const u32 key = by_row ? 0 : a.line_key[i], mult = by_row ? 0 : a.line_mult[i];
-    ACC rest[WIDTH];
-#pragma unroll
-    for (int k = 0; k < WIDTH; ++k)
-        rest[k] = x[k] * magnitude(by_row ? factor : columns.factor[k]);
-    round_all(rest);
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
+        const ACC of_entry = by_row ? factor : columns.factor[k];
         const u32 hash = by_row ? line_hash(columns.key[k], columns.mult[k], row)
                                 : line_hash(key, mult, columns.source[k]);
-        const u32 sign = hash & ~top_word(by_row ? factor : columns.factor[k]) & TOP_BIT;
-        x[k] = x[k] + turned(rest[k] - x[k], sign);
+        const u32 sign = hash & ~__float_as_uint(of_entry) & TOP_BIT;
+        const ACC larger = OUT(x[k] * fabs(of_entry));
+        x[k] = x[k] + turned(larger - x[k], sign);
     }
 }
 
 // (5) of hashes.py, for copy `number` of `count`
-__device__ inline ACC shared_out(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
+__device__ inline ACC routed(ACC x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
     const u32 first = first_choice(key, mult, source, count);
-    const bool is_first = first == number;
+    const ACC none = 0;
+    if (SHARE == 1.f) return first == number ? x : none;
     if (count == 1) return x;
-    const ACC whole = to_acc(from_acc<OUT>(x));
-    const ACC larger = to_acc(from_acc<OUT>(whole * ACC(SHARE)));
-    const bool is_second = second_choice(first, mult, count) == number;
-    return is_first ? larger : is_second ? whole - larger : ACC(0);
-}
-
-template <class V>
-__device__ inline V routed(V x, u32 key, u32 mult, u32 source, u32 number, u32 count) {
-    if constexpr (SHARE == 1.f)
-        return first_choice(key, mult, source, count) == number ? x : V{};
-    else
-        return shared_out(x, key, mult, source, number, count);
+    const ACC whole = OUT(x), larger = OUT(whole * ACC(SHARE)), rest = whole - larger;
+    return first == number ? larger : second_choice(first, mult, count) == number ? rest : none;
 }
 
 // (1) in its order, for output row i, which reads virtual row r
-template <class V>
 __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
-                             V (&x)[WIDTH]) {
+                             ACC (&x)[WIDTH]) {
     const ACC row_scale = SCALED && a.row_scale ? a.row_scale[i] : ACC(1);
     const u32 key = NOISE == COL_ROUTING ? a.line_key[i] : 0;
     const u32 mult = NOISE == COL_ROUTING ? a.line_mult[i] : 0;
@@ -263,21 +193,21 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         // a scale that is null is 1: asking for each element takes as long as the product
-        if constexpr (SCALED) x[k] = x[k] * row_scale * columns.scale[k];
-        if constexpr (NOISE == ROW_ROUTING)
+        if (SCALED) x[k] = x[k] * row_scale * columns.scale[k];
+        if (NOISE == ROW_ROUTING)
             x[k] =
                 routed(x[k], columns.key[k], columns.mult[k], r, number_of(copy), count_of(copy));
-        if constexpr (NOISE == COL_ROUTING)
+        if (NOISE == COL_ROUTING)
             x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
-    if constexpr (NOISY) add_noise(a, columns, i, r, x);
+    if (NOISY) add_noise(a, columns, i, r, x);
 }
 
-__device__ inline void store(const ExpandRowsArgs& a, int i, int j, const Value (&x)[WIDTH]) {
+__device__ inline void store(const ExpandRowsArgs& a, int i, int j, const ACC (&x)[WIDTH]) {
     OUT* to = a.out + i * a.out_stride_m + j * a.out_stride_n;
     Pack<OUT, WIDTH> pack;
 #pragma unroll
-    for (int k = 0; k < WIDTH; ++k) pack.x[k] = from_value(x[k]);
+    for (int k = 0; k < WIDTH; ++k) pack.x[k] = x[k];
     if (ALIGNED || (a.out_stride_n == 1 && j + WIDTH <= a.N && is_aligned(to, 16)))
         *reinterpret_cast<Pack<OUT, WIDTH>*>(to) = pack;
     else
@@ -288,40 +218,49 @@ __device__ inline void store(const ExpandRowsArgs& a, int i, int j, const Value 
 
 }  // namespace growkern
 
-// a grid of R * blocks_per_row blocks
+// Lists the output rows that read each row of the weight, by a grid of at least M threads. A list
+// has any order, as each output row is written by itself: nothing has to be sorted.
+extern "C" __global__ void __launch_bounds__(THREADS)
+row_lists(const __grid_constant__ growkern::ExpandRowsArgs a) {
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.M) return;
+    const growkern::i64 row = a.rows[i];
+    const bool in_upper = row >= a.R;
+    a.after[i] = atomicExch(a.first + 2 * (row - (in_upper ? a.R : 0)) + in_upper, i);
+}
+
+// a grid of R blocks
 extern "C" __global__ void __launch_bounds__(THREADS, NOISE ? 3 : 4)
 expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
     using namespace growkern;
-    const int row = blockIdx.x / a.blocks_per_row, part = blockIdx.x % a.blocks_per_row;
+    const int row = blockIdx.x;
     // without `upper`, all output rows read the weight
-    const int below = a.first ? a.first[2 * i64(row)] : row < a.M ? row : -1;
+    const int below = a.first ? a.first[2 * i64(row)] : row;
     const int above = UPPER && a.first ? a.first[2 * i64(row) + 1] : -1;
     if (below < 0 && above < 0) return;
 
     const IN* weight = below >= 0 ? a.weight + row * a.weight_stride : nullptr;
-    const IN* upper = nullptr;
-    if (UPPER && (above >= 0 || a.reads_upper_beside)) upper = a.upper + row * a.upper_stride;
+    // columns may read `upper` too
+    const IN* upper = UPPER && (above >= 0 || a.cols) ? a.upper + row * a.upper_stride : nullptr;
     if (a.staged) {
         IN* shared = static_cast<IN*>(dynamic_shared());
-        IN* beside = shared + (a.C + 7) / 8 * 8;
-        if (weight) copy_row(shared, weight, a.C), weight = shared;
-        if (upper) copy_row(beside, upper, a.C), upper = beside;
+        if (weight) weight = copy_row(shared, weight, a.C);
+        if (upper) upper = copy_row(shared + (a.C + 15) / 8 * 8, upper, a.C);
         wait_copies();
         __syncthreads();
     }
-    const int step = WIDTH * THREADS;
-    for (int j = part * step + WIDTH * threadIdx.x; j < a.N; j += a.blocks_per_row * step) {
+    for (int j = WIDTH * threadIdx.x; j < a.N; j += WIDTH * THREADS) {
         const Columns columns(a, j);
 #pragma unroll 1
         for (int side = 0; side <= UPPER; ++side) {
             int i = side ? above : below;
             if (i < 0) continue;
-            Value found[WIDTH];
+            ACC found[WIDTH];
             gather(a, side ? upper : weight, upper, columns, found);
 #pragma unroll ROWS_AT_ONCE
             while (i >= 0) {
                 const int next = a.first ? a.after[i] : -1;
-                Value x[WIDTH];
+                ACC x[WIDTH];
 #pragma unroll
                 for (int k = 0; k < WIDTH; ++k) x[k] = found[k];
                 scale(a, columns, i, side ? a.R + row : row, x);

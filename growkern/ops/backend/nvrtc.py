@@ -35,9 +35,10 @@ TYPES = {
 
 
 class Kernel(NamedTuple):
-    """A kernel of csrc/cuda and how to compile it. Function and file have the same name."""
+    """A kernel of csrc/cuda, its file, and how to compile it."""
 
     name: str
+    file: str
     macros: tuple[tuple[str, str | int], ...] = ()
     options: tuple[str, ...] = ()
 
@@ -150,11 +151,11 @@ def compile_cubin(kernel: Kernel, arch: str) -> bytes:
     """Compile a kernel to machine code for an architecture, such as "sm_90"."""
     lib, folder = nvrtc(), source_folder()
     assert lib is not None and folder is not None
-    source = (folder / f"{kernel.name}.cu").read_bytes()
+    source = (folder / kernel.file).read_bytes()
     flags = [f"--gpu-architecture={arch}", f"-I{folder}", *kernel.flags]
     options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    name = f"{kernel.name}.cu".encode()
+    name = kernel.file.encode()
     status = lib.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
     try:
         if not status and lib.nvrtcCompileProgram(program, len(flags), options):
@@ -162,14 +163,14 @@ def compile_cubin(kernel: Kernel, arch: str) -> bytes:
             log = ctypes.create_string_buffer(size.value)
             lib.nvrtcGetProgramLog(program, log)
             first = (log.value.decode(errors="replace").strip() or "no log").splitlines()[0]
-            raise GrowthError(f"NVRTC cannot compile {kernel.name}.cu for {arch}: {first}")
+            raise GrowthError(f"NVRTC cannot compile {kernel.file} for {arch}: {first}")
         status = status or lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
         status = status or lib.nvrtcGetCUBIN(program, cubin)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
     if status:
-        raise GrowthError(f"NVRTC failed on {kernel.name}.cu for {arch}: status {status}")
+        raise GrowthError(f"NVRTC failed on {kernel.file} for {arch}: status {status}")
     return cubin.raw
 
 
@@ -180,7 +181,7 @@ def cache_path(kernel: Kernel, arch: str) -> Path:
     # csrc itself has the headers that the CPU's kernels include too
     headers = [*sorted(folder.parent.glob("*.h")), *sorted(folder.glob("*.h"))]
     digest = hashlib.sha256("\n".join([arch, str(nvrtc_version()), *kernel.flags]).encode())
-    for path in (folder / f"{kernel.name}.cu", *headers):
+    for path in (folder / kernel.file, *headers):
         digest.update(path.read_bytes())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "growkern" / f"{kernel.name}-{digest.hexdigest()[:32]}.cubin"

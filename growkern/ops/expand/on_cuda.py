@@ -20,16 +20,12 @@ from growkern.ops.expand.hashes import keys_of_call
 from growkern.ops.expand.on_triton import lines_of_call
 
 THREADS = 256
-# with fewer rows than this, several blocks share a row: a vector is one row
-LEAST_BLOCKS = 256
+SOURCE = "expand_rows.cu"
+ROW_LISTS = Kernel("row_lists", SOURCE, (("THREADS", THREADS),))
 
-_POINTERS = (
-    *("weight", "upper", "out", "first", "after", "cols", "row_scale", "col_scale"),
-    *("noise", "copies", "line_key", "line_mult"),
-)
+_POINTERS = ["weight", "upper", "out", "rows", "first", "after", "cols", "row_scale", "col_scale"]
+_POINTERS += ["noise", "copies", "line_key", "line_mult"]
 _STRIDES = ("weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
-_NUMBERS = ("R", "C", "M", "N", "blocks_per_row")
-_FLAGS = ("staged", "reads_upper_beside")
 
 
 class ExpandRowsArgs(ctypes.Structure):
@@ -38,47 +34,31 @@ class ExpandRowsArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _STRIDES),
-        *((name, ctypes.c_int32) for name in _NUMBERS),
-        *((name, ctypes.c_bool) for name in _FLAGS),
+        *((name, ctypes.c_int32) for name in ("R", "C", "M", "N", "staged")),
     )
-
-
-class RowListsArgs(ctypes.Structure):
-    """struct RowListsArgs of `csrc/cuda/row_lists.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "first", "after")),
-        *((name, ctypes.c_int32) for name in "RM"),
-    )
-
-
-class Launch(NamedTuple):
-    """A kernel and what it is launched with."""
-
-    kernel: Kernel
-    grid: Grid
-    args: ctypes.Structure
 
 
 class Launches(NamedTuple):
-    """A launch, and one `before` it that lists rows: None without a map of rows.
+    """The launches of a call: with a map of rows, `ROW_LISTS` comes before the kernel.
 
-    `tensors` are those whose addresses are in the arguments; they must outlive both.
+    `tensors` are those whose addresses are in the arguments; they must outlive the launches.
     """
 
-    kernel: Kernel
-    grid: Grid
+    steps: list[tuple[Kernel, Grid]]
     args: ExpandRowsArgs
     tensors: tuple[Tensor | None, ...]
-    before: Launch | None
 
 
 def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
     """The kernel for a call; `aligned`: every row begins and ends at a multiple of 16 bytes."""
+    dtype, out_dtype = call.weight.dtype, call.out.dtype
+    # nothing is computed where every number of the result is one of the weight, or 0
+    is_exact = call.noise is None and not call.is_scaled and call.larger_share == 1
+    acc = dtype if is_exact and dtype == out_dtype else acc_torch_dtype(call.wider)
     macros: dict[str, str | int] = {
-        "IN": TYPES[call.weight.dtype],
-        "OUT": TYPES[call.out.dtype],
-        "ACC": TYPES[acc_torch_dtype(call.wider)],
+        "IN": TYPES[dtype],
+        "OUT": TYPES[out_dtype],
+        "ACC": TYPES[acc],
         "UPPER": int(call.upper is not None),
         "NOISE": call.noise_kind,
         "SHARE": f"{call.larger_share.hex()}f",
@@ -86,59 +66,42 @@ def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
         "THREADS": THREADS,
         "ALIGNED": int(aligned),
     }
-    return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
-
-
-def lists_by_source(rows_M: Tensor, R: int) -> tuple[Launch, Tensor, Tensor]:
-    """The launch that lists the rows of the result by the row of the weight they read.
-
-    Returns:
-        launch: see `csrc/cuda/row_lists.cu`.
-        first: (2 R,) int32. The list of those that read row r of the weight begins at 2 r, and that
-            of those that read row r of `upper` alone at 2 r + 1. -1: the list is empty.
-        after: (M,) int32, the row of the result after each one in its list. -1: it is the last one.
-    """
-    first = torch.full((2 * R,), -1, dtype=torch.int32, device=rows_M.device)
-    after = torch.empty(len(rows_M), dtype=torch.int32, device=rows_M.device)
-    args = RowListsArgs(*(x.data_ptr() for x in (rows_M, first, after)), R, len(rows_M))
-    kernel = Kernel("row_lists", (("THREADS", THREADS),))
-    return Launch(kernel, Grid(-(-len(rows_M) // THREADS), THREADS), args), first, after
+    return Kernel("expand_rows", SOURCE, tuple(macros.items()), ("--fmad=false",))
 
 
 def launches_of(call: ExpandCall, *, limit: int = 48 << 10) -> Launches:
-    """The launch that carries out a call; tensors on "meta" give the same one without memory.
+    """The launches that carry out a call; tensors on "meta" give the same ones without memory.
 
     `limit` is the bytes of shared memory that a block may have.
     """
     call = call.with_contiguous_columns()
     weight_RC, upper_RC, out_MN = call.weight, call.upper, call.out
     (R, C), (M, N), acc = weight_RC.shape, out_MN.shape, acc_torch_dtype(call.wider)
-    before, first, after = None, None, None
-    rows = None if call.rows is None else call.rows.contiguous()
-    if rows is not None and M:
-        before, first, after = lists_by_source(rows, R)
+    rows, first, after = as_vector(call.rows, torch.int64), None, None
+    steps = []
+    if rows is not None:
+        first = torch.full((2 * R,), -1, dtype=torch.int32, device=rows.device)
+        after = torch.empty(M, dtype=torch.int32, device=rows.device)
+        steps.append((ROW_LISTS, Grid(-(-M // THREADS), THREADS)))
     tensors = (
-        *(weight_RC, upper_RC, out_MN, first, after),
+        *(weight_RC, upper_RC, out_MN, rows, first, after),
         as_vector(call.cols, torch.int32),
         *(as_vector(x, acc) for x in (call.row_scale, call.col_scale, call.noise)),
         *_lines(call),
     )
-    row_bytes = -(-C // 8) * 8 * weight_RC.element_size() * (1 if upper_RC is None else 2)
+    # rows begin up to 14 bytes past a multiple of 16
+    row_bytes = (C + 15) // 8 * 8 * weight_RC.element_size() * (1 if upper_RC is None else 2)
     staged = row_bytes <= limit
-    width = 16 // out_MN.element_size() * THREADS
-    blocks_per_row = max(1, min(-(-N // width), LEAST_BLOCKS // max(R, 1)))
     args = ExpandRowsArgs(
         *(None if x is None else x.data_ptr() for x in tensors),
         weight_RC.stride(0),
         0 if upper_RC is None else upper_RC.stride(0),
         *out_MN.stride(),
-        *(R, C, M, N, blocks_per_row, staged),
-        # an upper bound: looking into the map would stop the GPU's stream
-        upper_RC is not None and call.cols is not None,
+        *(R, C, M, N, staged),
     )
-    kernel = expand_kernel(call, _aligned(tensors, args))
-    grid = Grid(R * blocks_per_row, THREADS, row_bytes if staged else 0)
-    return Launches(kernel, grid, args, (*tensors, rows), before)
+    grid = Grid(R, THREADS, row_bytes if staged else 0)
+    steps.append((expand_kernel(call, _aligned(call, tensors)), grid))
+    return Launches(steps, args, tensors)
 
 
 def _on_gpu(call: ExpandCall) -> bool:
@@ -152,17 +115,13 @@ def _lines(call: ExpandCall) -> tuple[Tensor | None, ...]:
     return None if call.routing is None else call.routing.packed, *keys_of_call(call)
 
 
-def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> bool:
+def _aligned(call: ExpandCall, tensors: Sequence[Tensor | None]) -> bool:
     """Whether every row of weight, upper and result, and every vector, is in 16-byte pieces."""
-    weight_RC, _, out_MN, *_ = tensors
-    assert weight_RC is not None and out_MN is not None
-    pieces = (args.weight_stride, args.upper_stride, args.C)
-    strides = [n * weight_RC.element_size() for n in pieces]
-    strides += [n * out_MN.element_size() for n in (args.out_stride_m, args.N)]
-    addresses = (x.data_ptr() for x in tensors if x is not None)
+    matrices = [x for x in (call.weight, call.upper, call.out) if x is not None]
+    sizes = [n * x.element_size() for x in matrices for n in (x.stride(0), x.shape[1])]
+    is_aligned = call.out.stride(1) == 1 and not any(n % 16 for n in sizes)
     # vectors: eight float32 are read at once
-    is_aligned = not any(n % 16 for n in strides) and not any(n % 32 for n in addresses)
-    return args.out_stride_n == 1 and is_aligned
+    return is_aligned and not any(x.data_ptr() % 32 for x in tensors if x is not None)
 
 
 def expand_on_cuda(call: ExpandCall) -> None:
@@ -173,9 +132,8 @@ def expand_on_cuda(call: ExpandCall) -> None:
     if missing := nvrtc.why_not():
         raise GrowthError(f"backend='cuda' cannot run here: {missing}")
     made = launches_of(call, limit=nvrtc.shared_limit(call.out.device))
-    if made.before is not None:
-        nvrtc.launch(*made.before, call.out.device)
-    nvrtc.launch(made.kernel, made.grid, made.args, call.out.device)
+    for kernel, grid in made.steps:
+        nvrtc.launch(kernel, grid, made.args, call.out.device)
     if call.weight.device != call.out.device:
         # the caller may drop or overwrite the weight, and PyTorch does not know that a kernel that
         # it did not launch is still reading the host's memory
