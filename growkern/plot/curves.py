@@ -58,8 +58,14 @@ UNSHOWN = (
     "seed",
     "method",
 )
-# what a log says of speed, memory and experts -> words, and the number that it is divided by
+LABEL = "mlm"
+# what is drawn beside the loss -> words, and the number that it is divided by
 MEASURED = {
+    LABEL: ("label loss", 1),
+    "kl": ("KL divergence from the teacher", 1),
+    "top1_agreement": ("same likeliest token as teacher", 1),
+    "grad_norm": ("norm of the gradient", 1),
+    "learning_rate": ("learning rate", 1),
     "tokens_per_second": ("tokens per second", 1),
     "step_time": ("seconds per step", 1),
     "data_time_share": ("share of waiting for data", 1),
@@ -68,8 +74,10 @@ MEASURED = {
     "mfu": ("MFU", 1),
     "checkpoint_time": ("seconds of writing checkpoints", 1),
     "expert_entropy": ("load of experts: entropy", 1),
-    "expert_largest_share": ("load of experts: largest share", 1),
+    "expert_largest_share": ("largest load; dotted: equal loads", 1),
 }
+# what such a number would be if all experts had equal loads: a dotted line
+EQUAL = {"expert_largest_share": "expert_equal_share"}
 QUESTIONS = {
     "family": "a family",
     "size": "a given size",
@@ -320,7 +328,7 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
             for line in history
             if "flops" in line and type(line.get(name)) in (int, float) and abs(line[name]) <= MOST
         ]
-        for name in MEASURED
+        for name in (*MEASURED, *EQUAL.values())
     }
     counts = [line["parameters"] for line in history if "parameters" in line]
     return Curve(

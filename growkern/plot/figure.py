@@ -1,11 +1,10 @@
 """What pictures share: their size, colours for colour-blind readers, and how they are saved.
 
-It also places labels at the ends of curves, and an overview of all losses where no curve is.
+It also places the name of the mark, and an overview of all losses where no curve is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,16 +31,6 @@ DASHES: tuple[Any, ...] = (
 )
 MARKERS = ("o", "s", "^", "D", "X")
 
-# places of a label beside the end of its curve: offset in points, and how the text is aligned
-PLACES = (
-    ((7, 0), "left", "center"),
-    ((6, 9), "left", "bottom"),
-    ((6, -9), "left", "top"),
-    ((0, 9), "center", "bottom"),
-    ((-6, 9), "right", "bottom"),
-    ((0, -9), "center", "top"),
-    ((-6, -9), "right", "top"),
-)
 # of the overview, as shares of the axes: its sizes, and its right and upper ends
 SIZES = ((0.28, 0.36), (0.22, 0.26))
 ENDS = ((0.98, 0.94), (0.68, 0.94), (0.38, 0.94), (0.98, 0.5), (0.68, 0.5))
@@ -49,8 +38,6 @@ ENDS = ((0.98, 0.94), (0.68, 0.94), (0.38, 0.94), (0.98, 0.5), (0.68, 0.5))
 NUMBERS = (0.05, 0.07)
 # where the name of the mark may stand along it, as shares of the axes
 ALONG = (0.01, 0.2, 0.4, 0.6, 0.75)
-# pixels between a label and a curve
-GAP = 4
 
 
 class Style(NamedTuple):
@@ -152,7 +139,7 @@ def overview(axes: Any) -> None:
 
 
 def draw_mark(axes: Any, mark: float, name: str) -> None:
-    """Draw a line at a loss, with its name where that covers no curve. Call it before the others.
+    """Draw a line at a loss, with its name where that covers no curve.
 
     The axes have all curves and limits already.
     """
@@ -172,39 +159,6 @@ def draw_mark(axes: Any, mark: float, name: str) -> None:
         box = text.get_window_extent(renderer)
         if box.x1 <= room.x1 and room.y0 <= box.y0 and not box.count_contains(paths):
             return
-
-
-def label_ends(axes: Any, lines: Sequence[Any]) -> bool:
-    """Write the names of curves at their ends; False and none, if one would cover another."""
-    renderer = axes.figure.canvas.get_renderer()
-    paths = np.concatenate([*map(_path, axes.lines)])
-    taken = [text.get_window_extent(renderer) for text in axes.texts]
-    taken += [inset.get_tightbbox(renderer) for inset in axes.child_axes]
-    made: list[Any] = []
-    for line in lines:
-        text = next(_fitting(axes, line, paths, taken, renderer), None)
-        if text is None:
-            for label in made:
-                label.remove()
-            return False
-        made.append(text)
-        taken.append(text.get_window_extent(renderer))
-    return True
-
-
-def _fitting(axes: Any, line: Any, paths: Any, taken: Any, renderer: Any) -> Iterator[Any]:
-    """A label at the end of a line, at the first place where it covers nothing."""
-    end = (line.get_xdata()[-1], line.get_ydata()[-1])
-    kind: dict[str, Any] = {"textcoords": "offset points"}
-    kind |= {"color": line.get_color(), "fontsize": SMALL, "gid": "end"}
-    for offset, ha, va in PLACES:
-        text = axes.annotate(line.get_label(), end, xytext=offset, ha=ha, va=va, **kind)
-        box, room = text.get_window_extent(renderer), axes.get_window_extent(renderer)
-        is_in = room.count_contains(box.corners()) == 4
-        is_free = not any(box.overlaps(other) for other in taken)
-        if is_in and is_free and not box.padded(GAP).count_contains(paths):
-            yield text
-        text.remove()
 
 
 def _path(line: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.plot.curves import (
+    EQUAL,
+    LABEL,
     MEASURED,
     QUESTIONS,
     Curve,
@@ -33,9 +36,7 @@ from growkern.plot.figure import (
     SMALL,
     TEXT,
     check_picture,
-    curves_in,
     draw_mark,
-    label_ends,
     new_figure,
     overview,
     plain,
@@ -61,7 +62,7 @@ UNFINISHED = "the run that sets the mark is not finished, so nothing is said of 
 FAR_START = 4.0
 # zoom in if that leaves out at least this share of the height
 LEAST_ZOOM = 0.35
-# of the panels below, in inches, and how many are beside each other
+# of the panels below, in inches, and how many are beside each other at most
 PANEL, IN_A_ROW = 1.6, 4
 # points of a curve that are all marked
 MOST_MARKED = 24
@@ -123,12 +124,14 @@ def draw(
     shown = _measured(curves)
     heights = [5.4, *[0.5 + 0.42 * len(groups)] * (len(groups) > 1)]
     below = len(heights) > 1
-    heights += [PANEL] * -(-len(shown) // IN_A_ROW)
+    # rows that are about equally full
+    rows = np.array_split(shown, -(-len(shown) // IN_A_ROW)) if shown else []
+    heights += [PANEL] * len(rows)
     figure = new_figure(sum(heights), layout="constrained")
-    grid = figure.add_gridspec(len(heights), IN_A_ROW, height_ratios=heights)
-    axes = bars = figure.add_subplot(grid[0, :])
+    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    axes = bars = figure.add_subplot(grid[0])
     if below:
-        bars = figure.add_subplot(grid[1, :], sharex=axes)
+        bars = figure.add_subplot(grid[1], sharex=axes)
         axes.tick_params(labelbottom=False)
     mark = float(np.mean(groups[0].marks))
     unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
@@ -140,14 +143,18 @@ def draw(
     start = ", starting with the small model's" if sources else ""
     teacher = ", teacher included" if any(curve.taught for curve in drawn) else ""
     bars.set_xlabel(f"training FLOPs{scale}{teacher}{start}", fontsize=TEXT)
-    for number, name in enumerate(shown):
-        panel = figure.add_subplot(grid[1 + below + number // IN_A_ROW, number % IN_A_ROW])
-        _draw_measured(panel, name, groups, unit)
-        panel.set_xlim(axes.get_xlim())
-        panel.set_xlabel(f"FLOPs{scale}", fontsize=SMALL - 1.5)
+    for number, row in enumerate(rows, 1 + below):
+        for place, name in zip(grid[number].subgridspec(1, len(row)), row, strict=True):
+            panel = figure.add_subplot(place)
+            _draw_measured(panel, name, groups, unit)
+            panel.set_xlim(axes.get_xlim())
+            panel.set_xlabel(f"FLOPs{scale}", fontsize=SMALL - 1.5)
     # beside others a run is named by its bar
     asked = f'Which run reaches the loss of "{plain(groups[0].title)}" with the fewest FLOPs?'
-    axes.set_title(asked if below else groups[0].label, fontsize=TEXT, loc="left")
+    title = asked if below else groups[0].label
+    if sources:
+        title += "; grey: " + ", ".join(filter(None, ("small model", size_of(sources))))
+    axes.set_title(title, fontsize=TEXT, loc="left")
     figure.supxlabel("\n".join(notes_on(groups)), fontsize=SMALL, x=0.01, ha="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()
@@ -157,10 +164,6 @@ def draw(
     if below:
         draw_mark(axes, mark, f"mark: {groups[0].last_loss} of {of}, {mark:.3f}")
     overview(axes)
-    curves_drawn = curves_in(axes)
-    label_ends(axes, curves_drawn[: -len(groups)])
-    # if the names do not fit, they stand beside the bars
-    label_ends(axes, curves_drawn[-len(groups) :])
     save(figure, Path(out))
     return groups
 
@@ -182,12 +185,12 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
 
 
 def _measured(curves: Sequence[Curve]) -> list[str]:
-    """Those of `MEASURED` that are drawn."""
+    """Those of `MEASURED` that are drawn: no label loss that is the curve itself."""
     logged = {name: [y for c in curves for _, y in c.measured.get(name, ())] for name in MEASURED}
     memory = logged["maxrss"] or [0.0]
     # of a process most are imports, which tell nothing of a run
-    is_flat = max(memory) <= 1.1 * min(memory)
-    return [name for name, found in logged.items() if found and not (is_flat and name == "maxrss")]
+    unwanted = {"maxrss": max(memory) <= 1.1 * min(memory), LABEL: not curves[0].validation}
+    return [name for name, found in logged.items() if found and not unwanted.get(name)]
 
 
 def _unit(most: float) -> float:
@@ -201,8 +204,7 @@ def _unit(most: float) -> float:
 def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], unit: float) -> None:
     for number, source in enumerate(sources):
         # one label for all of them
-        words = ", ".join(filter(None, ("small model", size_of(sources))))
-        named = {} if number else {"label": words, "gid": "curve"}
+        named = {} if number else {"label": "small model", "gid": "curve"}
         x = np.array(source.flops) / unit
         # above the curve of a run that goes on where it ends
         axes.plot(x, source.losses, color=GREY, linewidth=1.2, zorder=2.5, **named)
@@ -279,16 +281,20 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
 
 
 def _draw_measured(axes: Any, name: str, groups: Sequence[Group], unit: float) -> None:
-    """One of `MEASURED`, from 0 on, over the FLOPs of all runs."""
+    """One of `MEASURED` over the FLOPs of all runs; from 0 on, unless it is a loss."""
     words, scale = MEASURED[name]
     for number, group in enumerate(groups):
         style = style_of(number)
-        for points in (np.array(x.measured[name]) for x in group.curves if name in x.measured):
-            line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.2}
-            # one point is no line
-            marked = {"marker": style.marker if len(points) == 1 else "", "markersize": 4}
-            axes.plot((points[:, 0] + group.before) / unit, points[:, 1] / scale, **line, **marked)
-    axes.set_ylim(0, 1.1 * (axes.get_ylim()[1] or 1))
+        looks = {name: (style.color, style.dashes), EQUAL.get(name): (GREY, ":")}
+        for curve, (key, (color, dashes)) in product(group.curves, looks.items()):
+            if key in curve.measured:
+                x, y = np.array(curve.measured[key]).T
+                # one point is no line
+                marked = {"marker": style.marker if len(x) == 1 else "", "markersize": 4}
+                line = {"color": color, "linestyle": dashes, "linewidth": 1.2, **marked}
+                axes.plot((x + group.before) / unit, y / scale, **line)
+    if name != LABEL:
+        axes.set_ylim(0, 1.1 * (axes.get_ylim()[1] or 1))
     axes.set_title(words, fontsize=SMALL, loc="left")
     axes.tick_params(labelsize=SMALL - 1.5)
     axes.locator_params(nbins=4)

@@ -20,11 +20,12 @@ def test_crossing_is_linear_between_points():
 
 
 def test_curve_of_a_log():
-    found = curve_of(HISTORY, "run")
+    found = replace(curve_of(HISTORY, "run"), measured={})
     assert found == Curve("run", (0, 10), (0.0, 100.0), (8.0, 6.0))
     # without validation the plain loss is the curve
     found = curve_of([line for line in HISTORY if "eval_loss" not in line], "run")
-    assert found == Curve("run", (5,), (50.0,), (6.5,), validation=False)
+    assert found.measured == {"mlm": [(50.0, 6.5)]}
+    assert replace(found, measured={}) == Curve("run", (5,), (50.0,), (6.5,), validation=False)
 
 
 def test_a_growth_is_where_its_last_line_before_is():

@@ -101,6 +101,7 @@ def test_log_lines_have_the_load_of_the_experts(tmp_path, capsys):
     for line in lines:
         assert line["expert_entropy"] == pytest.approx(expected)
         assert line["expert_largest_share"] == pytest.approx(shares.max().item())
+        assert line["expert_equal_share"] == 1 / len(shares)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

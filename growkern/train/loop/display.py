@@ -37,6 +37,8 @@ def losses_of(logs: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     if "loss" in logs:
         found[LABEL_LOSS if "mlm" in logs else "loss"] = logs.get("mlm", logs["loss"])
+        if "kl" in logs:
+            found["kl"] = logs["kl"]
         if logs.get("alpha"):
             found[OBJECTIVE] = logs["loss"]
     for name in logs:

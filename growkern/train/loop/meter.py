@@ -305,6 +305,7 @@ class ExpertCounts:
         Returns:
             expert_entropy: of the shares of the tokens, a mean over layers. 1: all are equal.
             expert_largest_share: of the tokens of a layer, in the layer where it is largest.
+            expert_equal_share: that share if the experts of this layer had equal loads.
         """
         if not self.layers:
             return {}
@@ -317,7 +318,9 @@ class ExpertCounts:
             return {}
         shares = [counts_E / counts_E.sum() for counts_E in layers]
         entropies = [-torch.special.xlogy(x, x).sum().item() / math.log(len(x)) for x in shares]
+        largest = max(shares, key=lambda x: x.max().item())
         return {
             "expert_entropy": sum(entropies) / len(entropies),
-            "expert_largest_share": max(x.max().item() for x in shares),
+            "expert_largest_share": largest.max().item(),
+            "expert_equal_share": 1 / len(largest),
         }

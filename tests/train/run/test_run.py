@@ -87,8 +87,9 @@ def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
     both = (lines[0]["mlm"] + lines[0]["kl"]) / 2
     assert lines[0]["alpha"] == 0.5 and lines[0]["loss"] == pytest.approx(both, rel=1e-4)
     for line in lines:
+        taught = f", kl {line['kl']:.4f}" if "kl" in line else ""
         objective = f", objective {line['loss']:.4f}" if line["alpha"] else ""
-        shown = f"step {line['step']} of 6: label loss {line['mlm']:.4f}{objective}, lr "
+        shown = f"step {line['step']} of 6: label loss {line['mlm']:.4f}{taught}{objective}, lr "
         assert said.count(shown) == 1
     assert "mlm" not in said and "flops" not in said
     assert "clm: predicts the next token\n" in said
