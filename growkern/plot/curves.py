@@ -96,12 +96,11 @@ class Curve:
 
     `validation` says whether these are validation losses. Steps ascend. `growths` has the FLOPs at
     which the model grew inside the run, `grown` the new sizes, and `began` those of a growth at its
-    start. If it was evaluated before and
-    after a growth, the second point is there by one bit more FLOPs. `finished` says whether the run
-    came to its end. `last` has its last step, and the steps that it was to have. `settings` are
-    those of its run file. `parameters` are those of the model at the end; 0: not known. `method` is
-    that of its growth, "" without one. `taught` says whether the FLOPs hold those of a teacher.
-    `measured` has FLOPs and values of those of `MEASURED` that were logged.
+    start. If it was evaluated before and after a growth, the second point is there by one bit more
+    FLOPs. `last` has its last step, and the steps that it was to have. `settings` are those of its
+    run file. `parameters` are those of the model at the end; 0: not known. `method` is that of its
+    growth, "" without one. `taught` says whether the FLOPs hold those of a teacher. `measured` has
+    FLOPs and values of those of `MEASURED` that were logged.
     """
 
     name: str
@@ -216,10 +215,7 @@ def read_curve(directory: str | Path) -> Curve:
         )
         for step, loss in zip(curve.steps, curve.losses, strict=True):
             if isinstance(loss, float) and not math.isfinite(loss):
-                raise GrowthError(
-                    f"{file}: the loss at step {step} is {loss}: the run diverged, and a curve "
-                    "needs numbers"
-                )
+                raise GrowthError(f"{file}: the loss at step {step} is {loss}: the run diverged")
         for number in (*curve.steps, *curve.flops, *curve.losses, *curve.growths, *last):
             # integers of a file may be too large for a float
             if isinstance(number, str) or not abs(float(number)) <= MOST:
@@ -229,10 +225,7 @@ def read_curve(directory: str | Path) -> Curve:
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise GrowthError(f"{file}: not the log of a run: {repr(error)[:200]}") from error
     if not curve.steps:
-        raise GrowthError(
-            f"{file}: no line of the log has a loss and flops yet: wait, or lower log_every under "
-            "[training]"
-        )
+        raise GrowthError(f"{file}: no line has a loss and flops yet: wait, or lower log_every")
     return curve
 
 
