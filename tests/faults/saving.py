@@ -58,7 +58,7 @@ class SavingWalk(Walk):
 
     def _go_on(self, _folder: Path) -> None:
         """As a run that starts with a checkpoint: clean up, save, save the model."""
-        self.trainer.newest_whole_checkpoint()
+        self.trainer.saver.newest_whole()
         self._save(2)
         self.trainer.save_final_model(torch.float32)
 

@@ -33,6 +33,7 @@ OVERRIDDEN = {
     ),
     "_move_model_to_device": "model device",
     "_save_checkpoint": "model trial",
+    "_save_optimizer_and_scheduler": "output_dir",
 }
 CALLED = {
     "_determine_best_metric": "metrics trial",
@@ -43,18 +44,16 @@ CALLED = {
     "_prepare_inputs": "inputs",
     "_push_from_checkpoint": "checkpoint_folder",
     "_save": "output_dir state_dict",
-    "_save_optimizer_and_scheduler": "output_dir",
-    "_save_rng_state": "output_dir",
-    "_save_scaler": "output_dir",
 }
 # private attributes that are no methods
 ATTRIBUTES = {"_globalstep_last_logged", "_loss_shifts_labels", "_tr_loss", "_train_batch_size"}
 # of growkern's trainer alone
 OWN = {
-    *("batches", "growths", "inheritance", "labelled", "loss", "meter", "optimizers", "precision"),
+    *("batches", "growths", "labelled", "meter", "optimizers", "precision"),
     *("saver", "shards", "steps", "stops", "two_stage", "_begin", "_sums"),
-    *("evaluates_first", "evaluates_start", "misses_evaluation"),
-    *("fit_to", "flops_per_step", "newest_whole_checkpoint", "save_final_model", "take_end"),
+    *("evaluates_first", "evaluates_start", "misses_evaluation", "_make_up_evaluation"),
+    *("fit_to", "_replace_model", "_forget_model", "save_final_model", "take_end"),
+    *("_make_collaborators", "_train_part"),
     # of Trainer too, which sets it in a search of hyperparameters; that needs a `model_init`, and
     # growkern refuses those
     "objective",

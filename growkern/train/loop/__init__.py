@@ -7,8 +7,7 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.train.loop.callbacks import ExpertBalancing
-    from growkern.train.loop.checks import (Beginning, check_switches, stages_in_steps,
-        steps_per_epoch)
+    from growkern.train.loop.checks import Beginning, check_switches, steps_per_epoch
     from growkern.train.loop.display import last_losses
     from growkern.train.loop.growing import (grown_model, later_plans, on_meta, options_of,
         unfilled_model)

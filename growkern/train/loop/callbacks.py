@@ -45,6 +45,7 @@ class LoopCallback(TrainerCallback):
 
         Batches of a cached teacher have its rows again, which a run before may have left out.
         """
+        self.steps.start()
         shares = map(self.schedule.alpha_at, range(state.max_steps)) if self.schedule else ()
         self._taught = max((step + 1 for step, share in enumerate(shares) if share > 0), default=0)
         self._leave_out_teacher(state.global_step)

@@ -8,13 +8,13 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import Accelerator
 from accelerate.utils import str_to_bool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
@@ -45,6 +45,9 @@ from growkern.train.sections import (
 )
 from growkern.train.topk_teacher import TopKRows, TopKTeacher
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 OPTIONS = {
     "two_stage": TwoStageConfig,
     "inheritance": InheritanceSchedule,
@@ -63,7 +66,8 @@ class Beginning:
     """All that a trainer begins with: the arguments of `TwoStageTrainer`, see there.
 
     Python gives them, or a run file: there models have no weights until all is checked. `planned`
-    are the growths of a run file; None: they are not planned yet.
+    are the growths of a run file; None: they are not planned yet. `evaluates_first`: any model
+    before its first step, not only one that was grown.
     """
 
     LIMITS: ClassVar[dict[str, Limit]] = {"save_minutes": Limit(lambda x: x >= 0, "be 0 or more")}
@@ -83,13 +87,14 @@ class Beginning:
     teacher: Any = None
     teacher_tokenizer: Any = None
     planned: Sequence[GrowthPlan] | None = None
+    evaluates_first: bool = False
 
     def optimizers(self) -> OptimizerMaker:
         """What makes the optimizer of each model of the run."""
         own, grows = self.optimizer_options, bool(self.growth)
         return OptimizerMaker(self.optimizer, own, self.args, self.options, grows=grows)
 
-    def checked(self) -> "Beginning":
+    def checked(self) -> "Self":
         """The same, if Python may begin with it; see `together` for the rest of the checks."""
         model, growth = self.model, self.growth
         check_kinds(self)
@@ -106,7 +111,7 @@ class Beginning:
 
     def together(
         self, teachers: Sequence[Any] | None, *, sharded: bool, has_length: bool
-    ) -> "Beginning":
+    ) -> "Self":
         """The same with its precision, if settings, models and arguments of Trainer fit each other.
 
         Python comes here with its models, a run file with models on the meta device, before their
@@ -131,6 +136,32 @@ class Beginning:
             check_growths(growth, args, options, model)
         self.optimizers().check(model)
         return replace(self, precision=choose_precision(args, self.precision))
+
+    def in_steps(self, length: Callable[[], tuple[int, int]]) -> TwoStageConfig | None:
+        """The two stages in optimizer steps; refuses step numbers that the run does not reach.
+
+        `length` gives the steps of an epoch and of the run. It is asked only where they matter.
+        """
+        stages, inheritance, args = self.two_stage, self.inheritance, self.args
+        steps, own = args.max_steps, self.optimizer_options
+        if stages is not None and stages.stage1_epochs is not None:
+            per_epoch, of_run = length()
+            epochs, stages = stages.stage1_epochs, stages.in_steps(per_epoch)
+            check("stage 1", stages=stages, epochs=epochs, per_epoch=per_epoch, steps=of_run)
+            check("growth in stage 1", growth=self.growth, stage1_steps=stages.stage1_steps)
+        if steps <= 0:
+            if not has_length(self.options.get("train_dataset")):
+                return stages
+            _, steps = length()
+        numbers = {
+            "two_stage.stage1_steps": stages.stage1_steps if stages else None,
+            "inheritance end_step": inheritance.end_step if inheritance else None,
+            "optimizer.rewarm_steps": own.rewarm_steps if own else None,
+            "warmup_steps": args.get_warmup_steps(steps),
+            "eval_delay": args.eval_delay if args.eval_strategy == "steps" else None,
+        }
+        check_steps(steps, numbers, "steps of the run")
+        return stages
 
 
 def check_kinds(settings: Beginning) -> None:
@@ -256,29 +287,6 @@ def choose_precision(args: TrainingArguments, wanted: str | None) -> str:
     return wanted or of_args or of_launcher or "fp32"
 
 
-# --------------------------------------------------------------------- steps
-
-
-def stages_in_steps(
-    two_stage: TwoStageConfig | None,
-    growth: Sequence[GrowthStep],
-    length: Callable[[], tuple[int, int]],
-) -> TwoStageConfig | None:
-    """The two stages with the length of stage 1 in optimizer steps.
-
-    `length` gives the steps of an epoch and of the run; only a number of epochs needs them.
-    """
-    if two_stage is None or two_stage.stage1_epochs is None:
-        return two_stage
-    per_epoch, steps = length()
-    stages = two_stage.in_steps(per_epoch)
-    check(
-        "stage 1", stages=stages, epochs=two_stage.stage1_epochs, per_epoch=per_epoch, steps=steps
-    )
-    check("growth in stage 1", growth=growth, stage1_steps=stages.stage1_steps)
-    return stages
-
-
 def steps_per_epoch(rows: int, args: TrainingArguments) -> int:
     """The optimizer steps of an epoch as its rows let one expect, before there is a loader."""
 
@@ -289,30 +297,11 @@ def steps_per_epoch(rows: int, args: TrainingArguments) -> int:
     return math.ceil(each / args.gradient_accumulation_steps)
 
 
-def length_of_run(trainer: Trainer) -> tuple[int, int]:
-    """The optimizer steps of an epoch and of the run, for data with a length."""
-    args = trainer.args
-    per_epoch = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
+def length_of_run(args: TrainingArguments, batches: int) -> tuple[int, int]:
+    """The optimizer steps of an epoch of so many batches, and those of the run."""
+    per_epoch = math.ceil(batches / args.gradient_accumulation_steps)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     return per_epoch, steps
-
-
-def check_step_numbers(trainer: Any) -> None:
-    """Refuse step numbers that the run does not reach."""
-    two_stage, inheritance = trainer.two_stage, trainer.inheritance
-    args, steps = trainer.args, trainer.args.max_steps
-    if steps <= 0:
-        if trainer.train_dataset is None or not has_length(trainer.train_dataset):
-            return
-        _, steps = length_of_run(trainer)
-    numbers = {
-        "two_stage.stage1_steps": two_stage.stage1_steps if two_stage else None,
-        "inheritance end_step": inheritance.end_step if inheritance else None,
-        "optimizer.rewarm_steps": trainer.optimizers.own.rewarm_steps,
-        "warmup_steps": args.get_warmup_steps(steps),
-        "eval_delay": args.eval_delay if args.eval_strategy == "steps" else None,
-    }
-    check_steps(steps, numbers, "steps of the run")
 
 
 # --------------------------------------------------------------- accelerate

@@ -42,7 +42,7 @@ from growkern.growth.source import Source, open_source
 from growkern.train.distributed.shard import shard
 from growkern.train.model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
-from growkern.train.safety import MANIFEST, Saver, step_of
+from growkern.train.safety import step_of
 from growkern.train.sections import DistributedOptions, GrowthStep
 
 # a rate below this share of its peak before is called low; the peak is looked for in so many parts
@@ -389,16 +389,6 @@ class GrowthInRun:
         ends = ("growth/eval_loss_before", "growth/eval_loss_after")[not self.grown :]
         losses = zip(ends, found[-len(ends) :], strict=True) if len(found) >= len(ends) else ()
         return {"growth": self.grown, **sizes, **before, **dict(losses)}
-
-    def checkpoint(self, run: Path, step: int, saver: Saver) -> Path:
-        """The checkpoint of the smaller model that the last part of the run has saved."""
-        checkpoint = run / f"checkpoint-{step}"
-        if not (checkpoint / MANIFEST).is_file():
-            raise GrowthError(
-                f"the growth at step {step} continues from {checkpoint}, which could not be "
-                f"saved; {saver.last(step)}; make room, then resume: {saver.hint}"
-            )
-        return checkpoint
 
     def load_optimizer(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """Grow the optimizer's state with the model, and continue the schedule."""

@@ -36,6 +36,7 @@ from growkern.train.model import (
     IGNORE_INDEX,
     ModelCost,
     ModelPart,
+    TokenCounts,
     TwoStageConfig,
     check_head,
     find_stacks,
@@ -154,6 +155,38 @@ class Objective:
             kind: Any = {"causal": self.causal, "decoder": self.decoder, "known": known}
             rows = [count_kl_rows(batch, schedule.kl_rows, **kind) for batch in batches]
             self._kl_items = add_up(accelerator, sum(rows, torch.zeros((), device=device)))
+
+    def flops_per_step(
+        self,
+        two_stage: TwoStageConfig | None,
+        sequences: int,
+        length: int,
+        labelled: float,
+        decoder_length: int | None = None,
+    ) -> dict[str, float]:
+        """Estimate the FLOPs of one optimizer step, by the name of what takes them.
+
+        Args:
+            two_stage: stage 1 costs a mean over its depths.
+            sequences: in a step, of all processes together.
+            length: tokens per sequence.
+            labelled: share of the tokens with a label; those of a decoder if there is one.
+            decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
+        """
+        cost, teachers = self.flops.cost, self.flops.teachers
+        rows = sequences * (decoder_length or length) * labelled
+        sizes = TokenCounts.of_rows(sequences, length, decoder_length=decoder_length)
+        head, flops = rows * cost.head_row(train=True), {}
+        if two_stage is not None and two_stage.stage1_steps:
+            block, layers = two_stage.layers_per_block, self.layers
+            depths = [min(n, layers) for n in range(block, layers + block, block)]
+            costs = [cost.train(sizes, two_stage.part_of(depth)) for depth in depths]
+            flops["stage 1"] = sum(costs) / len(costs) + head
+        flops["a full step"] = cost.train(sizes) + head
+        if teachers:
+            each = (x.forward(sizes) + rows * x.head_row(train=False) for x in teachers)
+            flops["the teachers"] = sum(each)
+        return flops
 
     def train(
         self, model: Any, inputs: Any, plan: StepPlan, items: Any, accelerator: Any, meter: Meter

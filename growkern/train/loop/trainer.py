@@ -5,13 +5,13 @@ only on the settings and the step number. A resumed run therefore gives the same
 was never interrupted.
 
 The class below lists the methods of Trainer that differ, in Trainer's order. They call
-collaborators, which know nothing of the trainer. `setup.py` makes them, and goes on with the run
-when its model grows.
+collaborators, which know nothing of the trainer, and get what they need with each call.
 """
 
+import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,27 +24,44 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, without_bars
+from growkern.growth.history import GROWN_KEY
 from growkern.growth.optimizer import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
-from growkern.train.distributed import without_shared
-from growkern.train.loop import setup
-from growkern.train.loop.checks import Beginning
-from growkern.train.loop.growing import complete_directory
-from growkern.train.loop.setup import make_collaborators, prepare
-from growkern.train.loss import Batches, EvaluationSums, stream_loader, unchanged_random_state
-from growkern.train.model import TokenCounts, TwoStageConfig, evaluating, setting
+from growkern.train.distributed import prime, without_shared
+from growkern.train.loop.callbacks import LoopCallback, warn_of_imbalance
+from growkern.train.loop.checks import Beginning, check_accelerator, length_of_run
+from growkern.train.loop.display import use_own_displays, warn_of_divergence
+from growkern.train.loop.growing import Former, complete_directory
+from growkern.train.loop.meter import Meter, memory_and_peak
+from growkern.train.loop.objective import add_up
+from growkern.train.loop.setup import HALF, prepare, take_model
+from growkern.train.loss import (
+    Batches,
+    EvaluationSums,
+    LabelledSteps,
+    are_sent,
+    stream_loader,
+    unchanged_random_state,
+)
+from growkern.train.model import TwoStageConfig, evaluating, setting
 from growkern.train.objectives import evaluation_collator
 from growkern.train.optimizer import bare, plan_of_steps, products_of
 from growkern.train.safety import (
     EvaluationStopped,
     OnNonfinite,
+    Saver,
+    SignalWatch,
+    StepWatch,
+    Stops,
     best_checkpoint,
     clip_on_cpu,
+    evaluates_start,
     guard_workers,
     misses_evaluation,
     own_random_numbers,
     plain_hub_errors,
     set_dtype,
+    step_of,
 )
 from growkern.train.sections import (
     GrowthStep,
@@ -98,10 +115,12 @@ class TwoStageTrainer(Trainer):
 
     optimizer: Any
     control: Any
+    data_collator: Any
+    label_names: Any
     batches: Batches
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
-    misses_evaluation = evaluates_start = evaluates_first = False
+    misses_evaluation = evaluates_start = False
 
     def __init__(
         self,
@@ -136,13 +155,42 @@ class TwoStageTrainer(Trainer):
         # a run sets some of the arguments, and the caller may use them for another run
         run = replace(run, args=copy.copy(run.args))
         self.objective, self.optimizers, self.growths, self.shards = prepare(run)
-        self.two_stage, self.inheritance = run.two_stage, run.inheritance
-        self.precision, self.loss = run.precision, self.objective.loss
+        self.precision, self.evaluates_first = run.precision, run.evaluates_first
         # Trainer switches the cache off; here each forward pass does that for itself
         with setting(run.model.config, "use_cache", False):
             super().__init__(model=run.model, args=run.args, **run.options)
-        made = make_collaborators(self, run)
-        self.labelled, self.meter, self.stops, self.saver, self.steps = made
+        self._make_collaborators(run)
+
+    def _make_collaborators(self, run: Beginning) -> None:
+        """Make the other collaborators, and check what Trainer knows by now."""
+        accelerator, objective, args = self.accelerator, self.objective, self.args
+        teachers, columns = objective.teachers, objective.loss.columns
+        check_accelerator(accelerator)
+        # Trainer counts the labels of an accumulated batch if the first is true, and counts them
+        # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
+        self.model_accepts_loss_kwargs, self._loss_shifts_labels = True, objective.causal
+        # which columns Trainer must leave in the data
+        self.label_names = [*self.label_names, *columns, *teachers.columns]
+        self.growths.plan(self.model, objective.check_size, run.planned)
+        # the data loader of the run counts its rows
+        kind = {"causal": objective.causal, "decoder": objective.decoder}
+        self.batches = Batches(accelerator, columns, **kind)
+        self.two_stage = run.in_steps(lambda: length_of_run(args, len(self.get_train_dataloader())))
+        own = teachers.collator(self.data_collator, sent=are_sent(self.train_dataset, accelerator))
+        without, check = self._get_collator_with_removed_columns, self.batches.check_labels
+        check(self.train_dataset, without(own), self._train_batch_size, "training")
+        sets, last = self.eval_dataset, without(evaluation_collator(own))
+        for data in sets.values() if isinstance(sets, dict) else [sets]:
+            check(data, last, args.eval_batch_size, "evaluation")
+        self.data_collator = teachers.trained(own, self.train_dataset)
+        self.labelled, self.stops = LabelledSteps(), Stops(accelerator)
+        self.meter = Meter(partial(add_up, accelerator))
+        self.saver = Saver(args, accelerator, self.stops)
+        watched = accelerator, self.stops, self.saver
+        self.steps = StepWatch(run.on_nonfinite, run.save_minutes, *watched)
+        told = self.batches, self.meter, self.growths, self.steps, self.saver
+        self.add_callback(LoopCallback(*told, objective.inheritance))
+        use_own_displays(self)
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""
@@ -189,7 +237,41 @@ class TwoStageTrainer(Trainer):
             Terminated: SIGTERM or SIGUSR1 ended the run.
         """
         checkpoint = self.saver.chosen(resume_from_checkpoint)
-        return setup.train_in_parts(self, checkpoint, partial(super().train, **options))
+        self.fit_to(checkpoint)
+        message, growths = f"stopped; to resume: {self.saver.hint}", self.growths
+        # An exception of a signal may skip the end of a `torch.no_grad`. A signal during a growth
+        # would be lost in a finaliser.
+        has_grad = torch.set_grad_enabled(torch.is_grad_enabled())
+        with has_grad, SignalWatch(message, enabled=bool(growths.steps)):
+            while True:
+                if checkpoint is not None and growths.is_due(step_of(checkpoint)):
+                    self._replace_model(partial(growths.grow, checkpoint))
+                growths.ends_here = False
+                try:
+                    watch = SignalWatch(message, enabled=self.args.save_strategy != "no")
+                    with watch as self.stops.signals:
+                        result = self._train_part(checkpoint, options)
+                finally:
+                    growths.source = None
+                if not growths.ends_here:
+                    warn_of_divergence(self.state.log_history, growths.since)
+                    return result
+                checkpoint = self.saver.before_growth(self.state.global_step)
+
+    def _train_part(self, checkpoint: Path | None, options: dict[str, Any]) -> Any:
+        """Train until the model grows or the run ends."""
+        warn_of_imbalance(self.model, self.callback_handler.callbacks)
+        try:
+            result = super().train(None if checkpoint is None else str(checkpoint), **options)
+        except BaseException:
+            # the error that ends the run counts; the checkpoint is complete or gone
+            with contextlib.suppress(GrowthError):
+                self.saver.wait(self.state.global_step)
+            raise
+        self.saver.wait(self.state.global_step)
+        if self.stops.of_any():
+            self.saver.end_run(self.state.global_step)
+        return result
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
@@ -198,7 +280,13 @@ class TwoStageTrainer(Trainer):
         place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         # a checkpoint restores the intervals that it was saved with
         self.state.compute_steps(self.args, max_steps)
-        setup.note_evaluation(self)
+        grows = self.growths.source is not None
+        is_first = self.evaluates_first or hasattr(self.model.config, GROWN_KEY)
+        is_new = grows or (not self.state.global_step and is_first)
+        self.evaluates_start = is_new and evaluates_start(self.args, self.state)
+        # numbers of a model that has grown since would be another's
+        misses = misses_evaluation(self.args, self.state, self.eval_dataset)
+        self.misses_evaluation = misses and not grows
         data, source = self.train_dataset, self.data_collator
         return self.batches.start(data, source, checkpoint, place, epochs, self.args)
 
@@ -208,8 +296,7 @@ class TwoStageTrainer(Trainer):
         Trainer deletes it if it keeps one checkpoint. A run that is killed before it has saved its
         model would then train again from the best one, and a growth continues from the last.
         """
-        setup.make_up_evaluation(self)
-        setup.store_flops(self)
+        self._make_up_evaluation()
         with setting(self.args, "save_total_limit", None):
             return super()._finalize_training(*args, **options)
 
@@ -253,8 +340,7 @@ class TwoStageTrainer(Trainer):
         with self.growths.stop(control):
             try:
                 super()._maybe_log_save_evaluate(*args, **options)
-            except EvaluationStopped as stopped:
-                self.stops.number = stopped.number
+            except EvaluationStopped:
                 control.should_evaluate, control.should_save = False, True
                 super()._maybe_log_save_evaluate(*args, **options)
         if step >= self.state.max_steps:
@@ -266,11 +352,11 @@ class TwoStageTrainer(Trainer):
         if self.stops.number:
             self.is_in_train = False
             self.control = self.callback_handler.on_train_end(self.args, self.state, control)
-            self.stops.end_run(step, Path(str(self.args.output_dir)), self.saver.hint)
+            self.saver.end_run(step)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of a step without repeated examples, and their labels in all processes."""
-        setup.make_up_evaluation(self)
+        self._make_up_evaluation()
         with self.meter.clock("data"):
             batches = self.batches.read(epoch_iterator, num_batches, self.state)
         if not batches:
@@ -305,22 +391,13 @@ class TwoStageTrainer(Trainer):
             self.current_flos += products_of(bare(self.optimizer))
         return norm
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         """Trainer's, with a mean over labels; training draws the same random numbers as without."""
-        self._sums = EvaluationSums()
-        self.stops.evaluated = 0
+        self._sums, self.stops.evaluated = EvaluationSums(), 0
+        options |= {"metric_key_prefix": metric_key_prefix, "prediction_loss_only": True}
         try:
             with unchanged_random_state(), evaluating(self.model):
-                output = super().evaluation_loop(
-                    dataloader, description, True, ignore_keys, metric_key_prefix
-                )
+                output = super().evaluation_loop(*args, **options)
         finally:
             # the parameters are shards again
             free_gathered(self.model)
@@ -339,12 +416,29 @@ class TwoStageTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write what Trainer writes, as one checkpoint that appears when it is complete."""
-        run = Path(self._get_output_dir(trial))
-        write = partial(setup.write_checkpoint, self)
+        run, args, save = Path(self._get_output_dir(trial)), self.args, super()._save_checkpoint
+
+        def write(staging: Path) -> None:
+            here = setting(args, "output_dir", str(staging)), setting(args, "push_to_hub", False)
+            # for the best one Trainer would look there, and wait for the other processes
+            no_best = setting(self.state, "best_global_step", None)
+            with here[0], here[1], no_best, setting(self.shards, "in_checkpoint", True):
+                save(model, trial)
+
         with self.meter.clock("checkpoint"):
             saved = self.saver.save(self.model, run, self.state, write, self.shards)
         if saved is not None and self.args.push_to_hub:
             self._push_from_checkpoint(str(saved))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Trainer's; a sharded optimizer is written in parts, and a stream has a place."""
+        if self.shards.sharded:
+            parts = self.model, bare(self.optimizer), self.lr_scheduler
+            self.shards.save_optimizer(*parts, Path(output_dir), is_first=self.args.should_save)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+        if self.batches.stream is not None:
+            self.batches.stream.save(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Trainer's; a sharded model reads its part, and a generator a directory of its own."""
@@ -387,7 +481,20 @@ class TwoStageTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log a line, with the numbers of the collaborators; not the times of a part of the run."""
-        setup.complete_line(self, logs)
+        self.store_flos()
+        logs["flops"] = self.state.total_flos
+        if "loss" in logs:
+            memory, peak = memory_and_peak(self.args.device)
+            is_half = self.args.bf16 or self.args.fp16 or self.model.dtype in HALF
+            logs.update(self.meter.drain(logs["flops"], peak if is_half else 0.0) | memory)
+            logs.update(self.growths.event(self.state.log_history))
+            # of steps without a label the meter knows nothing, and Trainer counts them
+            logs["loss"] = self.labelled.corrected(logs["loss"], self.accelerator)
+            logs["parameters"] = sum(p.numel() for p in self.model.parameters())
+            if self.steps.skipped:
+                logs["skipped_steps"] = self.steps.skipped
+        # a mean since the last start alone, and NaN after a step that was skipped
+        logs.pop("train_loss", None)
         if not (self.growths.ends_here and "train_runtime" in logs):
             super().log(logs, start_time)
 
@@ -396,6 +503,11 @@ class TwoStageTrainer(Trainer):
         plan = self.objective.plan(self.state.global_step, self.two_stage, self.growths)
         self.objective.flops.add(inputs, plan.part, self.meter, taught=plan.taught)
         return 0.0
+
+    def store_flos(self) -> None:
+        """Trainer's, with the FLOPs since the last call, without those of padding."""
+        self.current_flos += self.objective.flops.drain()
+        super().store_flos()
 
     def init_hf_repo(self, *args: Any, **options: Any) -> None:
         """Trainer's; a Hub that cannot be reached is an error of one line."""
@@ -407,16 +519,11 @@ class TwoStageTrainer(Trainer):
         if not self.shards.sharded:
             super()._move_model_to_device(model, device)
 
-    # what Trainer has no method for
-
     def fit_to(self, checkpoint: Path | None) -> None:
         """Give the model in memory the size of a checkpoint, unless it has it. Its weights are 0.
 
         Args:
-            checkpoint: that will be loaded; None is the start of the run.
-
-        Raises:
-            GrowthError: the run would start again, but its first model has grown and is gone.
+            checkpoint: that will be loaded. None, the start, is refused once the model has grown.
         """
         grown = self.growths.grown_at(checkpoint)
         if checkpoint is None and self.growths.grown:
@@ -425,27 +532,47 @@ class TwoStageTrainer(Trainer):
                 "one: make a new trainer, or give resume_from_checkpoint=True to continue the run"
             )
         if grown != self.growths.grown:
-            setup.replace_model(self, partial(self.growths.unfilled, grown))
+            self._replace_model(partial(self.growths.unfilled, grown))
 
-    def newest_whole_checkpoint(self) -> Path | None:
-        """The latest whole checkpoint in the output directory, the same for all processes.
+    def _replace_model(self, make: Callable[[Former], Any]) -> None:
+        """Train a model of another size, which is made when the one before is gone from memory."""
+        old = self._forget_model()
+        model = make(old)
+        if old.generation is not None:
+            model.generation_config = old.generation
+        if self.shards.sharded:
+            prime(model)
+        elif self.place_model_on_device:
+            self._move_model_to_device(model, self.args.device)
+        self.model = self.model_wrapped = model
+        take_model(self.objective, self.optimizers, model)
 
-        Raises:
-            GrowthError: there are checkpoints, but all of them are damaged.
-        """
-        newest: Path | None = self.saver.newest_whole()
-        return newest
+    def _forget_model(self) -> Former:
+        """Free the model in memory and its optimizer, before there is another one."""
+        model, handler = self.model, self.callback_handler
+        self.optimizer = self.lr_scheduler = None
+        self.accelerator.free_memory()
+        handler.model = handler.optimizer = handler.lr_scheduler = None
+        self.model = self.model_wrapped = None
+        return Former.of(model)
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluate a model that was just grown, or a checkpoint if a signal has prevented that."""
+        starts, self.evaluates_start = self.evaluates_start, False
+        if starts:
+            # the schedule does not go by it, and no checkpoint holds this model
+            self._evaluate(None, None, skip_scheduler=True)
+        misses, self.misses_evaluation = self.misses_evaluation, False
+        if misses and (metrics := self._evaluate(None, None)):
+            self._determine_best_metric(metrics, None)
 
     def take_end(self, checkpoint: Path) -> None:
-        """Take over the last checkpoint of a run that was killed after it, as if it ended now.
-
-        Args:
-            checkpoint: at `args.max_steps`. The model has its size.
-        """
+        """Take over the last checkpoint of a run that was killed after it, as if it ended now."""
+        self.fit_to(checkpoint)
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self.misses_evaluation = misses_evaluation(self.args, self.state, self.eval_dataset)
-        setup.make_up_evaluation(self)
+        self._make_up_evaluation()
         best = best_checkpoint(checkpoint.parent, self.state)
         self.state.best_model_checkpoint = best and str(best)
         if self.args.load_best_model_at_end and best is not None:
@@ -457,52 +584,11 @@ class TwoStageTrainer(Trainer):
         Args:
             dtype: of the weights in the file. The model in memory gets this dtype too. Weights that
                 are too large for float16 stay as they are, with a warning.
-
-        Raises:
-            GrowthError: the disk takes no more. The checkpoints are as they were.
         """
         self.saver.wait(self.state.global_step)
         set_dtype(self.model, dtype)
-        self.saver.save_final(
-            self.state, lambda directory: self.save_model(str(directory), _internal_call=True)
-        )
-
-    def flops_per_step(
-        self, sequences: int, length: int, labelled: float, decoder_length: int | None = None
-    ) -> dict[str, float]:
-        """Estimate the FLOPs of one optimizer step.
-
-        Args:
-            sequences: in a step, of all processes together.
-            length: tokens per sequence.
-            labelled: share of the tokens with a label; with an encoder and a decoder those of the
-                decoder.
-            decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
-
-        Returns:
-            For "stage 1" (the mean over the depths; with two stages only), for "a full step", for
-            "the teachers" (with teachers that run only) and for "the optimizer" (Muon's own
-            products).
-        """
-        cost, teachers = self.objective.flops.cost, self.objective.flops.teachers
-        rows = sequences * (decoder_length or length) * labelled
-        sizes = TokenCounts.of_rows(sequences, length, decoder_length=decoder_length)
-        head, flops = rows * cost.head_row(train=True), {}
-        if self.two_stage is not None and self.two_stage.stage1_steps:
-            block, layers = self.two_stage.layers_per_block, self.objective.layers
-            depths = [min(n, layers) for n in range(block, layers + block, block)]
-            parts = [self.two_stage.part_of(depth) for depth in depths]
-            costs = [cost.train(sizes, part) for part in parts]
-            flops["stage 1"] = sum(costs) / len(costs) + head
-        flops["a full step"] = cost.train(sizes) + head
-        if teachers:
-            flops["the teachers"] = sum(
-                teacher.forward(sizes) + rows * teacher.head_row(train=False)
-                for teacher in teachers
-            )
-        if own := self.optimizers.products(self.model):
-            flops["the optimizer"] = own
-        return flops
+        write = partial(self.save_model, _internal_call=True)
+        self.saver.save_final(self.state, lambda directory: write(str(directory)))
 
 
 def trainer_of_run(run: Beginning) -> TwoStageTrainer:

@@ -40,13 +40,13 @@ def _describe_precision(run: ResolvedRun) -> str:
     """The dtypes of the weights in training and on disk."""
     distributed = run.settings.distributed
     is_bf16 = run.settings.is_sharded and distributed and distributed.param_dtype == "bf16"
-    used = "bfloat16 over float32 shards" if is_bf16 else PRECISIONS[str(run.beginning.precision)]
-    return f"{used}; the checkpoint is {str(run.model.dtype).removeprefix('torch.')}"
+    used = "bfloat16 over float32 shards" if is_bf16 else PRECISIONS[str(run.precision)]
+    return f"{used}; the checkpoint is {str(run.checkpoint.dtype).removeprefix('torch.')}"
 
 
 def _describe_device(run: ResolvedRun) -> str:
     """The device of a process, the number of processes, and how they share the model."""
-    device, processes = run.beginning.args.device, run.beginning.args.world_size
+    device, processes = run.args.device, run.args.world_size
     name = str(device)
     if device.type == "cuda":
         name = f"{device.type} ({torch.cuda.get_device_name(device)})"
@@ -67,7 +67,7 @@ def _describe_model(trainer: TwoStageTrainer, run: ResolvedRun) -> str:
     """The class of the model, the checkpoint that it is or grows from, and its parameters."""
     count = sum(p.numel() for p in trainer.model.parameters())
     name, growth = type(trainer.model).__name__.removeprefix("FSDP"), run.settings.first_growth
-    origin = f"from {run.model.directory}"
+    origin = f"from {run.checkpoint.directory}"
     if growth is not None:
         how = f"grown {origin} by method {growth.method!r}"
         origin = "with random weights" if growth.method == "random" else how
@@ -105,11 +105,14 @@ def header(
     """The lines that describe a run before its first step."""
     settings, training, data = run.settings, run.settings.training, run.data
     sequences = training.batch_size * training.accumulation
-    flops = trainer.flops_per_step(sequences, data.sequence_length, *_labelled_share(data))
+    sizes = sequences, data.sequence_length, *_labelled_share(data)
+    flops = trainer.objective.flops_per_step(trainer.two_stage, *sizes)
+    if own := trainer.optimizers.products(trainer.model):
+        flops["the optimizer"] = own
     tokens = training.steps * sequences * data.sequence_length
     each = f"{sequences} x {data.sequence_length}"
     # beside the state
-    trackers = "".join(f" and {name}" for name in run.beginning.args.report_to)
+    trackers = "".join(f" and {name}" for name in run.args.report_to)
     lines = {
         "model": _describe_model(trainer, run),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -369,13 +369,16 @@ def trained_dtype(config: Any) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
-@dataclass(frozen=True)
-class ResolvedRun:
-    """A run whose settings were checked against each other and against its models.
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun(Beginning):
+    """All that the trainer of a run file begins with, and what the run reads and writes.
+
+    Its settings were checked against each other and against its models. `model` is on the meta
+    device, and teachers and data are still to be read.
 
     Attributes:
         base: folder that the paths in `settings` are relative to.
-        model: to be trained, or to be grown at the start.
+        checkpoint: of the model that is trained, or grown at the start.
         teachers: those that run in this process.
         data: with the objective of the model in place of "auto".
         readers: what reads the data, by its use.
@@ -383,21 +386,18 @@ class ResolvedRun:
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
         plan: of the growth at the start.
-        beginning: what its trainer begins with. The model is on the meta device, and teachers and
-            data are still to be read.
     """
 
     settings: Run
     base: Path
     output: Path
-    model: Checkpoint
+    checkpoint: Checkpoint
     teachers: tuple[Checkpoint, ...]
     data: DataSection
     readers: Mapping[str, Reader]
     texts: Mapping[str, list[Path]]
     inputs: Mapping[str, Path]
     plan: GrowthPlan | None
-    beginning: Beginning
 
 
 def locate(base: Path, name: str, revision: str | None = None) -> Path:
@@ -449,30 +449,37 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         join_processes()
     args = training_arguments(run, output, progress=progress)
     collator = early_collator(data, readers, tokenizer, run.training.seed)
-    beginning = _beginning(
-        run,
-        base,
-        teachers,
-        model=_student(model, plan),
-        args=args,
-        options={"processing_class": tokenizer, "data_collator": collator},
-        teacher_tokenizer=words or None,
-        planned=planned,
-    )
-    check_best_metric(args, run.data.validation_names)
-    return ResolvedRun(
+    resolved = ResolvedRun(
         settings=run,
         base=base,
         output=output,
-        model=model,
+        checkpoint=model,
         teachers=teachers,
         data=data,
         readers=readers,
         texts=texts,
         inputs=inputs,
         plan=plan,
-        beginning=beginning,
+        model=_student(model, plan),
+        args=args,
+        options={"processing_class": tokenizer, "data_collator": collator},
+        teacher_tokenizer=words or None,
+        planned=planned,
+        two_stage=run.two_stage,
+        inheritance=run.inheritance,
+        loss=run.loss,
+        optimizer=run.training.optimizer,
+        optimizer_options=run.optimizer,
+        growth=[growth.inside(base) for growth in run.later_growths],
+        precision=run.training.precision,
+        on_nonfinite=run.training.on_nonfinite,
+        save_minutes=run.training.save_minutes,
+        # so that the curves of small and grown models begin alike
+        evaluates_first="eval_on_start" not in (run.trainer or {}),
     )
+    resolved = _checked(resolved)
+    check_best_metric(args, run.data.validation_names)
+    return resolved
 
 
 def _warn_of_seen(data: DataSection, texts: Mapping[str, list[Path]]) -> None:
@@ -535,28 +542,17 @@ def _student(model: Checkpoint, plan: GrowthPlan | None) -> Any:
     return model.without_weights()
 
 
-def _beginning(run: Run, base: Path, teachers: Sequence[Checkpoint], **made: Any) -> Beginning:
-    """What the trainer of a run begins with, after the checks of a trainer and of its callbacks."""
-    training = run.training
-    begins = Beginning(
-        **made,
-        two_stage=run.two_stage,
-        inheritance=run.inheritance,
-        loss=run.loss,
-        optimizer=training.optimizer,
-        optimizer_options=run.optimizer,
-        growth=[growth.inside(base) for growth in run.later_growths],
-        precision=training.precision,
-        on_nonfinite=training.on_nonfinite,
-        save_minutes=training.save_minutes,
-    )
-    if training.expert_balancing is not None:
-        balancing = ExpertBalancing(training.expert_balancing)
-        balancing.watch(begins.model)
-        begins.options["callbacks"] = [balancing]
-    runs = run.teacher is None or run.teacher.is_model
-    models = [teacher.without_weights() for teacher in teachers] if runs else None
-    return begins.together(models, sharded=run.is_sharded, has_length=not run.data.streaming)
+def _checked(run: ResolvedRun) -> ResolvedRun:
+    """A run after the checks of its trainer and of the callbacks that its settings ask for."""
+    settings = run.settings
+    if settings.training.expert_balancing is not None:
+        balancing = ExpertBalancing(settings.training.expert_balancing)
+        balancing.watch(run.model)
+        run.options["callbacks"] = [balancing]
+    runs = settings.teacher is None or settings.teacher.is_model
+    models = [teacher.without_weights() for teacher in run.teachers] if runs else None
+    has_length = not run.data.streaming
+    return run.together(models, sharded=settings.is_sharded, has_length=has_length)
 
 
 def _words_of(teacher: Checkpoint, length: int) -> Any:

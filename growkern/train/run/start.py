@@ -34,7 +34,6 @@ from growkern.train.loop import (
     TwoStageTrainer,
     check_switches,
     grown_model,
-    stages_in_steps,
     steps_per_epoch,
     trainer_of_run,
     unfilled_model,
@@ -141,11 +140,11 @@ def _train(
         if not ours and is_first:
             claim_output(output, identity)
         _warn_of_others()
-        checkpoint = trainer.newest_whole_checkpoint()
+        checkpoint = trainer.saver.newest_whole()
         if progress and is_first:
             print_lines(header(run, trainer, checkpoint, command))
         result = _train_from(trainer, checkpoint)
-        trainer.save_final_model(run.model.dtype)
+        trainer.save_final_model(run.checkpoint.dtype)
         _warn_of_others()
         if progress and is_first:
             print_lines(end(output, trainer, after))
@@ -226,7 +225,6 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
     # at the end of the run Trainer itself would train one step too many
     if step_of(checkpoint) < trainer.args.max_steps or trainer.args.max_steps <= 0:
         return trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.fit_to(checkpoint)
     trainer.take_end(checkpoint)
     return None
 
@@ -235,7 +233,7 @@ def build_trainer(
     run: ResolvedRun, *, progress: bool = True, first_start: bool = True
 ) -> TwoStageTrainer:
     """Load the models and the data of a run and make its trainer; see `build_model`."""
-    settings, training = run.settings, run.settings.training
+    settings = run.settings
     state = settings.first_growth and settings.first_growth.optimizer
     if first_start and state and not (run.base / state).exists():
         raise GrowthError(f"growth.optimizer cannot be used: {run.base / state}: no such file")
@@ -243,32 +241,18 @@ def build_trainer(
     rows_of_teacher = _rows_of_teacher(run)
     if rows_of_teacher is not None:
         rows_of_teacher.check_objective(run.data.objective == "clm")
-        tokenizer = run.beginning.options["processing_class"]
-        rows_of_teacher.common_vocabulary(run.beginning.model, tokenizer)
-    seed = training.seed
-    data: Any = read_data(run.data, run.readers, base=run.base, seed=seed, progress=progress)
-
-    def length() -> tuple[int, int]:
-        return steps_per_epoch(len(data.train), run.beginning.args), training.steps
-
+        rows_of_teacher.common_vocabulary(run.model, run.options["processing_class"])
+    readers, seed = run.readers, settings.training.seed
+    data: Any = read_data(run.data, readers, base=run.base, seed=seed, progress=progress)
     # only to refuse it before the model is read: the trainer counts the batches of its own loader
-    stages_in_steps(settings.two_stage, settings.later_growths, length)
+    run.in_steps(lambda: (steps_per_epoch(len(data.train), run.args), run.args.max_steps))
     model = build_model(run, first_start=first_start)
     teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
-    rows = {"train_dataset": data.train, "eval_dataset": data.validation}
-    trainer = trainer_of_run(
-        replace(
-            run.beginning,
-            model=model,
-            teacher=rows_of_teacher or teachers,
-            options={**run.beginning.options, **rows},
-        )
-    )
-    # so that the curves of small and grown models begin alike
-    trainer.evaluates_first = "eval_on_start" not in (settings.trainer or {})
-    return trainer
+    options = {**run.options, "train_dataset": data.train, "eval_dataset": data.validation}
+    teacher = rows_of_teacher or teachers
+    return trainer_of_run(replace(run, model=model, teacher=teacher, options=options))
 
 
 def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
@@ -279,7 +263,7 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     memory for its parts and loads them from its checkpoint.
     """
     options = run.settings.distributed or DistributedOptions()
-    start = run.model
+    start = run.checkpoint
     dtype = start.training_dtype
     # None: the weights are not rounded, whatever their config says
     wanted = dtype if dtype != start.dtype else None
@@ -314,7 +298,7 @@ def _rows_of_teacher(run: ResolvedRun) -> TopKTeacher | None:
     size = section.vocab_size
     served = ServedTeacher(
         str(section.url), section.k or 0, model=section.served_model, vocab_size=size,
-        tokenizer=run.beginning.options["processing_class"] if size else None,
+        tokenizer=run.options["processing_class"] if size else None,
     )  # fmt: skip
     return TopKTeacher(served, schedule)
 

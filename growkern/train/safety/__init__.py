@@ -7,7 +7,7 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.train.safety.checkpoints import (behind_link, checkpoints_in, damage, exportable,
-        last_checkpoint, LOG_FILE, MANIFEST, STATE_FILE, step_of)
+        last_checkpoint, LOG_FILE, STATE_FILE, step_of)
     from growkern.train.safety.saving import (best_checkpoint, evaluates_start, EvaluationStopped,
         misses_evaluation, plain_hub_errors, Saver, set_dtype, Stops)
     from growkern.train.safety.signals import (guard_workers, INTERRUPTIONS, settle, SignalWatch,

@@ -84,6 +84,7 @@ class Saver:
 
         Args:
             state: of the trainer; it is written too.
+            write: writes `checkpoint-<step>` in the folder that it gets.
             shards: have parts that may be written in the background.
         """
         step = state.global_step
@@ -96,7 +97,7 @@ class Saver:
         shards.copied = {}
 
         def write_all(staging: Path) -> None:
-            write(staging / target.name)
+            write(staging)
             # all processes: Trainer loads the best model at the end where it is named
             state.best_model_checkpoint = best and str(best)
             if self._args.should_save:
@@ -193,6 +194,24 @@ class Saver:
             raise GrowthError(wrong)
         return newest
 
+    def before_growth(self, step: int) -> Path:
+        """The checkpoint of a step, from which a larger model is about to grow."""
+        checkpoint = Path(self._args.output_dir) / f"checkpoint-{step}"
+        if not (checkpoint / MANIFEST).is_file():
+            raise GrowthError(
+                f"the growth at step {step} continues from {checkpoint}, which could not be "
+                f"saved; {self.last(step)}; make room, then resume: {self.hint}"
+            )
+        return checkpoint
+
+    def end_run(self, step: int) -> NoReturn:
+        """End the run after a signal. All processes do, and one says so."""
+        number = self._stops.number
+        if self._processes.first:
+            name, saved = Signals(number).name, last_checkpoint(Path(self._args.output_dir))
+            say(f"{name} after step {step}: saved in {saved}; to resume: {self.hint}", sys.stderr)
+        raise interruption(number)
+
     def chosen(self, checkpoint: str | Path | bool | None) -> Path | None:
         """The checkpoint to resume from; None begins a run."""
         if checkpoint is True:
@@ -243,10 +262,6 @@ BATCHES_BETWEEN_QUESTIONS = 8
 class EvaluationStopped(Exception):
     """A signal came during an evaluation."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
 
 class Stops:
     """Whether and why a run stops.
@@ -262,13 +277,13 @@ class Stops:
         self.signals = SignalWatch(enabled=False)
         self.number = self.evaluated = 0
 
-    def of_any(self) -> int:
-        """Number of the signal that waits in one of the processes, or 0. All of them must ask."""
-        pending = self.signals.pending
+    def of_any(self) -> bool:
+        """Whether a signal waits in one of the processes; it is noted. All of them must ask."""
+        self.number = self.signals.pending
         if self._accelerator.num_processes > 1:
-            mine = torch.tensor([pending], device=self._accelerator.device)
-            pending = int(self._accelerator.gather(mine).max())
-        return pending
+            mine = torch.tensor([self.number], device=self._accelerator.device)
+            self.number = int(self._accelerator.gather(mine).max())
+        return self.number > 0
 
     def end_evaluation(self) -> None:
         """End an evaluation between two steps if a signal waits. Call this for every batch.
@@ -283,16 +298,8 @@ class Stops:
         # all processes have to leave at the same batch, and every question costs time
         if self._accelerator.num_processes > 1 and self.evaluated % BATCHES_BETWEEN_QUESTIONS:
             return
-        pending = self.of_any()
-        if pending:
-            raise EvaluationStopped(pending)
-
-    def end_run(self, step: int, run: Path, hint: str) -> NoReturn:
-        """End the run. All processes do, and one says so."""
-        if self._accelerator.is_main_process:
-            name, saved = Signals(self.number).name, last_checkpoint(run)
-            say(f"{name} after step {step}: saved in {saved}; to resume: {hint}", sys.stderr)
-        raise interruption(self.number)
+        if self.of_any():
+            raise EvaluationStopped
 
 
 def evaluates_start(args: Any, state: Any) -> bool:

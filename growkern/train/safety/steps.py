@@ -54,7 +54,8 @@ class StepWatch:
         self.start()
 
     def start(self) -> None:
-        """Begin a run."""
+        """Begin a run, or go on with it when its model has grown."""
+        self._stops.number, self._saver.saved_at = 0, time.monotonic()
         self.report: StepReport | None = None
         self._loss: Tensor | float = 0.0
         self._in_a_row, self._is_due = 0, False

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from growkern import TwoStageTrainer, run as train
-from growkern.train.loop import setup
 from testbed.forked_ranks import on_ranks
 from tests.train.growth.ranks import FILE
 from tests.train.run.test_run import workplace  # noqa: F401
@@ -43,8 +42,7 @@ PLACES = {
 
 def kill_in(name, step, note):
     """Wrap a method of the trainer so that the last process is killed after it."""
-    owner = TwoStageTrainer if hasattr(TwoStageTrainer, name) else setup
-    method = getattr(owner, name)
+    method = getattr(TwoStageTrainer, name)
 
     def wrapped(self, *args, **options):
         result = method(self, *args, **options)
@@ -53,7 +51,7 @@ def kill_in(name, step, note):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(owner, name, wrapped)
+    setattr(TwoStageTrainer, name, wrapped)
 
 
 def main(folder):
@@ -61,7 +59,7 @@ def main(folder):
     place = json.loads((folder / "kill.json").read_text())
     if place is not None:
         step, where = place
-        name = {"step": "training_step", "growth": "forget_model"}[where]
+        name = {"step": "training_step", "growth": "_forget_model"}[where]
         kill_in(name, step, folder / "killed")
     train(folder / "run.toml", progress=False)
 

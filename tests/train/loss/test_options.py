@@ -70,7 +70,7 @@ def test_the_smoothing_of_the_training_arguments(tmp_path):
     expected = plain_loss(student, [], stacked(data), causal=False, label_smoothing=0.1)
     args = arguments(tmp_path, max_steps=1, label_smoothing_factor=0.1)
     trainer = TwoStageTrainer(student, args, train_dataset=data)
-    assert trainer.loss.label_smoothing == 0.1
+    assert trainer.objective.loss.label_smoothing == 0.1
     trainer.train()
     assert losses_of(trainer) == pytest.approx([expected.item()], rel=1e-5)
     with pytest.raises(GrowthError, match="give one of them"):

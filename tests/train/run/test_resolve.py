@@ -31,13 +31,13 @@ from tests.train.topk_teacher.test_teacher_cache import make as make_cache
 def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
     with pytest.warns(GrowthWarning, match=r"a\.txt is training text and validation text"):
         run = resolve(load_run(workplace / "run.toml"), workplace)
-    assert run.model.config.num_hidden_layers == 3
+    assert run.checkpoint.config.num_hidden_layers == 3
     assert [one.directory for one in run.teachers] == [workplace / "teacher"]
     assert run.data.objective == "mlm" and run.output == workplace / "out"
     assert list(run.inputs) == ["model", "teacher"]
-    args = run.beginning.args
-    assert next(run.beginning.model.parameters()).is_meta
-    assert run.beginning.precision == "fp32" and args.device.type == "cpu"
+    args = run.args
+    assert next(run.model.parameters()).is_meta
+    assert run.precision == "fp32" and args.device.type == "cpu"
     assert args.max_steps == 6 and args.optim == "adamw_torch_fused"
     assert not run.output.exists()
     read = (workplace / "text/a.txt").read_bytes()
@@ -58,7 +58,7 @@ def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
 def test_weights_do_not_go_with_a_config_of_before(workplace, name):  # noqa: F811
     """Hours of tokenising may lie between the two."""
     run = resolve(load_run(workplace / "run.toml"), workplace)
-    opened = run.model if name == "model" else run.teachers[0]
+    opened = run.checkpoint if name == "model" else run.teachers[0]
     file = workplace / name / "config.json"
     # as a backup does it
     os.link(file, workplace / "linked.json")
@@ -247,7 +247,10 @@ def test_the_steps_of_an_epoch_are_those_of_the_loader(tmp_path, drop, accumulat
         gradient_accumulation_steps=accumulation,
     )  # fmt: skip
     trainer = TwoStageTrainer(build("bert"), args, train_dataset=rows)
-    assert steps_per_epoch(len(rows), args) == length_of_run(trainer)[0]
+    assert (
+        steps_per_epoch(len(rows), args)
+        == length_of_run(args, len(trainer.get_train_dataloader()))[0]
+    )
 
 
 # of records that are made again with other values, and of each model, module or source

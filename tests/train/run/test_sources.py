@@ -108,7 +108,7 @@ def test_batches_that_are_sent_or_not_marked_are_refused(tmp_path, monkeypatch):
     teachers = {name: build("gpt2", layers=1, seed=3) for name in ("law", "news")}
     with pytest.raises(GrowthError, match="have no 'taught_by'"):
         TeachersOfSources(teachers).loss_function({"input_ids": torch.zeros(1, 4).long()}, 0.5)
-    monkeypatch.setattr("growkern.train.loop.setup.are_sent", lambda *_: True)
+    monkeypatch.setattr("growkern.train.loop.trainer.are_sent", lambda *_: True)
     with pytest.raises(GrowthError, match="set dispatch_batches=False"):
         trained(tmp_path, build("gpt2", layers=2), teachers, Named())
 

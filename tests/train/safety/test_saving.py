@@ -180,7 +180,7 @@ def test_the_best_model_is_loaded_after_a_kill_at_the_end_too(tmp_path, best):
     # a folder may move
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     again = trainer_in(moved)
-    assert _train_from(again, again.newest_whole_checkpoint()) is None
+    assert _train_from(again, again.saver.newest_whole()) is None
     assert again.state.best_model_checkpoint == str(moved / f"checkpoint-{best}")
     assert_same(weights_of(again), weights_of(whole))
 

@@ -101,7 +101,7 @@ def test_a_signal_in_the_last_step_ends_a_whole_run(tmp_path, straight, event, c
     assert "SIGTERM after step 8: saved in" in capsys.readouterr().err
     assert_same(weights_of(trainer), straight)
     again = small_trainer(tmp_path)
-    assert _train_from(again, again.newest_whole_checkpoint()) is None
+    assert _train_from(again, again.saver.newest_whole()) is None
     assert_same(weights_of(again), straight)
 
 
@@ -143,7 +143,7 @@ def test_a_long_evaluation_ends_early(tmp_path, straight, step, capsys):
     assert f"SIGTERM after step {step}: saved in" in capsys.readouterr().err
     assert checkpoints_in(tmp_path / "stopped")[0].name == f"checkpoint-{step}"
     again = small_trainer(tmp_path / "stopped", args=args)
-    _train_from(again, again.newest_whole_checkpoint())
+    _train_from(again, again.saver.newest_whole())
     assert_same(weights_of(again), straight)
     seen, expected = (
         {line["step"]: line["eval_loss"] for line in t.state.log_history if "eval_loss" in line}
