@@ -465,21 +465,28 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         options={"processing_class": tokenizer, "data_collator": collator},
         teacher_tokenizer=words or None,
         planned=planned,
-        two_stage=run.two_stage,
-        inheritance=run.inheritance,
-        loss=run.loss,
-        optimizer=run.training.optimizer,
-        optimizer_options=run.optimizer,
-        growth=[growth.inside(base) for growth in run.later_growths],
-        precision=run.training.precision,
-        on_nonfinite=run.training.on_nonfinite,
-        save_minutes=run.training.save_minutes,
-        # so that the curves of small and grown models begin alike
-        evaluates_first="eval_on_start" not in (run.trainer or {}),
+        **_of_settings(run, base),
     )
     resolved = _checked(resolved)
     check_best_metric(args, run.data.validation_names)
     return resolved
+
+
+def _of_settings(run: Run, base: Path) -> dict[str, Any]:
+    """What a trainer begins with that the file says itself."""
+    return {
+        "two_stage": run.two_stage,
+        "inheritance": run.inheritance,
+        "loss": run.loss,
+        "optimizer": run.training.optimizer,
+        "optimizer_options": run.optimizer,
+        "growth": [growth.inside(base) for growth in run.later_growths],
+        "precision": run.training.precision,
+        "on_nonfinite": run.training.on_nonfinite,
+        "save_minutes": run.training.save_minutes,
+        # so that the curves of small and grown models begin alike
+        "evaluates_first": "eval_on_start" not in (run.trainer or {}),
+    }
 
 
 def _warn_of_seen(data: DataSection, texts: Mapping[str, list[Path]]) -> None:
