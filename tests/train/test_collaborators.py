@@ -28,7 +28,8 @@ def accelerator(args):
 def test_a_line_measures_steps_with_the_waiting_for_their_data(processes, monkeypatch):
     seconds = iter([0.0, 10.0, 11.0, 20.0, 23.0, 30.0, 32.0])
     monkeypatch.setattr("growkern.train.loop.meter.time.perf_counter", lambda: next(seconds))
-    meter = Meter(lambda rows: rows * processes)
+    # the slowest process takes as many times as long, and as much memory
+    meter = Meter(lambda rows: rows * processes, lambda rows: rows * processes)
     meter.flops = 100.0
     with meter.clock("data"):
         meter.add_tokens(60)
@@ -37,9 +38,10 @@ def test_a_line_measures_steps_with_the_waiting_for_their_data(processes, monkey
     with meter.clock("checkpoint"):
         pass
     monkeypatch.undo()
-    assert meter.drain(100.0 + 8.0 * processes, peak=4.0) == {
+    assert meter.drain(100.0 + 8.0 * processes, peak=4.0, memory=("maxrss", 5.0)) == {
+        "maxrss": 5.0 * processes,
         "tokens_per_second": 60 * processes / 4,
-        "step_time": 4.0,
+        "step_time": 4.0 * processes,
         "data_time_share": 0.25,
         "mfu": 0.5,
         "checkpoint_time": 2.0,

@@ -45,6 +45,8 @@ def test_two_processes_are_one_with_batches_twice_as_large(found, i, tmp_path, m
     for ours, theirs in zip(found[i]["log"], alone["log"], strict=True):
         assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-6)
         assert ours["tokens_per_second"] > 0
+        # of the second process, which has more
+        assert ours["maxrss"] == 2e9
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(found[i]["weights"][name], weight, rtol=1e-7, atol=1e-9)
     assert found[i]["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-9)

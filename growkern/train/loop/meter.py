@@ -44,11 +44,19 @@ PEAKS = {
 }
 
 
-class Meter:
-    """Adds up values on the device and reads them back once per log line."""
+# a tensor of one process -> of all
+Across = Callable[[Tensor], Tensor]
 
-    def __init__(self, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self._add_up, self.flops, self.experts = add_up, 0.0, ExpertCounts()
+
+class Meter:
+    """Adds up values on the device and reads them back once per log line.
+
+    `add_up` and `largest` are those of a tensor over all processes.
+    """
+
+    def __init__(self, add_up: Across = lambda x: x, largest: Across = lambda x: x) -> None:
+        self._add_up, self._largest = add_up, largest
+        self.flops, self.experts = 0.0, ExpertCounts()
         self._reset()
 
     def _reset(self) -> None:
@@ -89,27 +97,36 @@ class Meter:
         yield
         self._times[name] += time.perf_counter() - since
 
-    def drain(self, flops: float, peak: float = 0.0) -> dict[str, float]:
+    def drain(
+        self, flops: float, peak: float = 0.0, memory: tuple[str, float] = ("", 0.0)
+    ) -> dict[str, float]:
         """The means since the last call, over all processes; NaN over no rows. It is emptied.
+
+        The time of a step and the memory are those of the process with most.
 
         Args:
             flops: those of all processes so far; `self.flops` are those at the last call.
             peak: FLOP/s of a device; 0: they are not known.
+            memory: its name, and bytes of this process; 0: they are not known.
         """
         rows = [(self._sums[name], self._weights[name]) for name in self._sums]
         # seconds, and 1 per process: their quotient is the mean over processes
         rows += [(self._times[name], 1) for name in ("data", "checkpoint")]
-        rows += [(self._tokens, self._steps), (self._times["step"], 1)]
+        rows += [(self._tokens, 1), (self._times["step"], 1)]
         sums_N2 = self._add_up(torch.tensor(rows, dtype=torch.float64)).tolist()
         logs = {
             name: x / n if n else math.nan
             for name, (x, n) in zip(self._sums, sums_N2, strict=False)
         }
-        (data, _), (saving, _), (tokens, steps), (seconds, processes) = sums_N2[-4:]
+        (data, _), (saving, _), (tokens, _), (seconds, processes) = sums_N2[-4:]
+        own = (self._times["step"] + self._times["data"]) / max(self._steps, 1)
+        most = self._largest(torch.tensor([own, memory[1]], dtype=torch.float64)).tolist()
+        if most[1]:
+            logs[memory[0]] = most[1]
         if seconds > 0:
             whole = seconds + data
             logs["tokens_per_second"] = tokens / (whole / processes)
-            logs["step_time"], logs["data_time_share"] = whole / steps, data / whole
+            logs["step_time"], logs["data_time_share"] = most[0], data / whole
             if peak:
                 logs["mfu"] = (flops - self.flops) / (whole * peak)
         if saving:
@@ -120,19 +137,20 @@ class Meter:
         return logs
 
 
-def memory_and_peak(device: torch.device) -> tuple[dict[str, float], float]:
-    """The largest memory of this process so far, bytes, and its FLOP/s; 0: not known.
+def memory_and_peak(device: torch.device) -> tuple[tuple[str, float], float]:
+    """The largest memory of this process so far, its name and bytes, and FLOP/s; 0: not known.
 
     The memory is that on the GPU, or else that of the whole process.
     """
     if device.type != "cuda":
         # not on Windows; in KiB, and on macOS in bytes
         unit = 1 if sys.platform == "darwin" else 1024
-        used = resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {"maxrss": used} if used and device.type == "cpu" else {}, 0.0
+        known = resource is not None and device.type == "cpu"
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if known else 0
+        return ("maxrss", used), 0.0
     name = torch.cuda.get_device_name(device)
     peak = next((flops for words, flops in PEAKS.items() if words in name), 0.0)
-    return {"max_memory_allocated": torch.cuda.max_memory_allocated(device)}, peak
+    return ("max_memory_allocated", torch.cuda.max_memory_allocated(device)), peak
 
 
 class FlopCounter:

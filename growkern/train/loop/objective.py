@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from growkern.train.loop.growing import GrowthInRun
@@ -318,3 +319,11 @@ def add_up(accelerator: Any, x: Tensor) -> Tensor:
         return x
     total: Tensor = accelerator.reduce(x.to(accelerator.device), "sum")
     return total
+
+
+def largest(accelerator: Any, x: Tensor) -> Tensor:
+    """The largest of each number in all processes."""
+    if accelerator.num_processes > 1:
+        # accelerate has sums and means only
+        dist.all_reduce(x := x.to(accelerator.device), dist.ReduceOp.MAX)
+    return x

@@ -33,7 +33,7 @@ from growkern.train.loop.checks import Beginning, check_accelerator, length_of_r
 from growkern.train.loop.display import use_own_displays, warn_of_divergence
 from growkern.train.loop.growing import Former, complete_directory
 from growkern.train.loop.meter import Meter, memory_and_peak
-from growkern.train.loop.objective import add_up
+from growkern.train.loop.objective import add_up, largest
 from growkern.train.loop.setup import HALF, prepare, take_model
 from growkern.train.loss import (
     Batches,
@@ -184,7 +184,7 @@ class TwoStageTrainer(Trainer):
             check(data, last, args.eval_batch_size, "evaluation")
         self.data_collator = teachers.trained(own, self.train_dataset)
         self.labelled, self.stops = LabelledSteps(), Stops(accelerator)
-        self.meter = Meter(partial(add_up, accelerator))
+        self.meter = Meter(partial(add_up, accelerator), partial(largest, accelerator))
         self.saver = Saver(args, accelerator, self.stops)
         watched = accelerator, self.stops, self.saver
         self.steps = StepWatch(run.on_nonfinite, run.save_minutes, *watched)
@@ -486,7 +486,7 @@ class TwoStageTrainer(Trainer):
         if "loss" in logs:
             memory, peak = memory_and_peak(self.args.device)
             is_half = self.args.bf16 or self.args.fp16 or self.model.dtype in HALF
-            logs.update(self.meter.drain(logs["flops"], peak if is_half else 0.0) | memory)
+            logs.update(self.meter.drain(logs["flops"], peak if is_half else 0.0, memory))
             logs.update(self.growths.event(self.state.log_history))
             # of steps without a label the meter knows nothing, and Trainer counts them
             logs["loss"] = self.labelled.corrected(logs["loss"], self.accelerator)
