@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from rich.text import Text
 from transformers.models.auto import modeling_auto as auto
 
 from growkern.errors import GrowthError, reason
-from growkern.families import own_family
+from growkern.families import ModelSpec, own_family
 from growkern.files import parse_toml, toml_lines
 from growkern.growth.draft.probe import small_configs
 from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import table_of
 from growkern.growth.draft.walk import Walk
-from growkern.growth.own_table import TableReport, check_family, first_growths
-from growkern.growth.source import described
+from growkern.growth.own_table import TableReport, check_family, faults_of, first_growths
+from growkern.growth.source import described, leave_out_quantisation, quantisation_of
 from growkern.package import DOCS
 
 # of a growth, the worst last. Refusals say nothing of a table
@@ -135,17 +136,16 @@ def draft_family(config: Any) -> DraftedFamily:
         GrowthError: something in the class fits no rule; it names one tensor and the nearest table.
     """
     try:
-        cls = class_for(config)
+        cls, config, (method, _) = class_for(config), copy.deepcopy(config), quantisation_of(config)
+        leave_out_quantisation(config)
         if inner := [k for k in type(config).sub_configs if getattr(config, k, None)]:
             raise GrowthError(f"its config holds others, {', '.join(inner)}: a draft has one stack")
-        draft = _measured(cls, config)
-        Walk(draft)
-        found, report, assumed = _searched(table_of(draft), draft.config, cls.__name__)
+        found, report, assumed = _searched(*_measured(cls, config), cls.__name__)
         family = own_family("draft", found)
-        for refusal in family.refuse:
-            refusal.check(family.fields(config))
-        if report.faults:
-            raise GrowthError(report.faults[0])
+        for fault in (*faults_of(family, config), *report.faults):
+            raise GrowthError(fault)
+        ModelSpec.of(config, cls.__name__, family).check_sizes("its config")
+        assumed += [f"its {method} weights stand for plain numbers"] if method else []
     except GrowthError as error:
         what, _ = described(config.model_type, config.to_dict())
         raise GrowthError(
@@ -163,16 +163,22 @@ def _text(table: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(cls: Any, config: Any) -> Draft:
-    """The first small model of a class that runs, measured."""
+def _measured(cls: Any, config: Any) -> tuple[dict[str, Any], Any]:
+    """The table of a class, and the config of its first small model that runs."""
     why = "no config with few units fits the class"
     for small in small_configs(config):
         small.architectures = [cls.__name__]
         try:
-            return Draft(cls, small)
+            draft = Draft(cls, small)
         except Exception as error:
             # classes raise errors of any type where sizes do not fit
             why = ("" if isinstance(error, GrowthError) else "small models fail: ") + reason(error)
+            continue
+        try:
+            Walk(draft)
+            return table_of(draft), small
+        except GrowthError as error:
+            raise draft.error(str(error)) from error
     raise GrowthError(why)
 
 

@@ -29,13 +29,14 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 LAYERS, MOST = 4, 2e7
 # experts that a token takes
 CHOSEN = "num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts"
+FFN = "ffn_dim|intermediate_size|n_inner|hidden_dim|ffn_hidden_size"
 # the value that growth must not meet twice: name of a field -> its value in the small model
 SMALL = (
     (r"(num_)?(hidden_)?(n_)?layers?", LAYERS),
     # not a square: whether the model rounds its root shows
     (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim", 128),
     (r"(num_|n_)?(attention_)?heads?", 4),
-    (r"ffn_dim|intermediate_size|n_inner|hidden_dim|ffn_hidden_size", 56),
+    (FFN, 56),
     (r"(moe|shared|expert).*intermediate_size|expert_ffn_hidden_size|moe_.*dim", 20),
     (r"vocab_size", 100),
     (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|max_sequence_length", 64),
@@ -87,8 +88,9 @@ def _small(name: str, old: Any, layers: Any, rules: Iterable[tuple[str, Any]]) -
         return [v for v in old if type(v) is not int or v < LAYERS]
     if name.endswith("_token_id"):
         return 1 if type(old) is int and old >= 100 else old
-    new = next((new for pattern, new in rules if re.fullmatch(pattern, name)), old)
-    return new if type(old) is int or (old is None and new != 1) else old
+    # a size of 0 is of nothing, and the class computes one without a value
+    is_size = (type(old) is int and old > 0) or (old is None and re.fullmatch(HEAD_DIM, name))
+    return next((new for pattern, new in rules if is_size and re.fullmatch(pattern, name)), old)
 
 
 def shapes(cls: Any, config: Any) -> tuple[Shapes, dict[str, str]]:
@@ -106,7 +108,7 @@ def probed(cls: Any, config: Any) -> tuple[Shapes, dict[str, str], dict[str, Sha
     fields, changed = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}, {}
     for name, old in {"head_dim": None, **fields}.items():
         is_size = type(old) is int and old > 0 and not name.endswith("_token_id")
-        unset = (24,) if old in (None, 0) and re.search("head_dim|n_inner", name) else ()
+        unset = (24,) if old is None and re.fullmatch(f"{HEAD_DIM}|{FFN}", name) else ()
         for new in (2 * old, old + 1, old // 2) if is_size else unset:
             try:
                 changed[name], _ = shapes(cls, type(config)(**{**fields, name: new}))

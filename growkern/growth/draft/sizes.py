@@ -56,8 +56,9 @@ class Draft:
         self.prefix = f"{base}." if hasattr(self.model, base) else ""
         lists = {n: m for n, m in self.modules.items() if isinstance(m, nn.ModuleList)}
         stacks = [n for n, m in lists.items() if len(m) == LAYERS and not re.search(r"\.\d+\.", n)]
+        self.now = next((name for name in self.base if template(name) != name), "")
         if len(stacks) != 1:
-            raise GrowthError(f"{len(stacks)} lists of layers; a draft has one")
+            raise self.error(f"{len(stacks)} lists of layers; a draft has one")
         self.stack, calls = f"{stacks[0]}.", {call.name: call for call in self.calls}
         blocks = [calls[f"{self.stack}{layer}"] for layer in range(LAYERS)]
         self.layers = [(block.x, block.y) for block in blocks]
@@ -147,13 +148,16 @@ class Draft:
             for field in fields:
                 self.size_key([field], getattr(self.config, field))
             return key
-        name, value = fields[0], getattr(self.config, fields[0]) or length
+        name, value = fields[0], getattr(self.config, fields[0])
         for key, size in self.sizes.items():
             if name == (size.get("field") if isinstance(size, dict) else size):
                 return key
         is_first = "position" in name and "positions" not in self.sizes
-        plus, key = length - value, "positions" if is_first else name
+        key, plus = "positions" if is_first else name, value and length - value
         self.sizes[key] = {"field": name, "plus": plus, "reserved": plus} if plus else name
+        if value is None:
+            times = f"{length // self.width} * {self.sizes['stream']}"
+            self.sizes[key] = {"field": name, "default": times}
         return key
 
     def units(self, fields: Sequence[str], length: int) -> str:
@@ -164,7 +168,7 @@ class Draft:
         times, rest = divmod(length, size := math.prod(values))
         if rest or not fields or (times == 1 and not own):
             names = " * ".join(fields) or "a field"
-            raise self.error(f"{length} units are no multiple of {names}")
+            raise GrowthError(f"{length} units are no multiple of {names}")
         if own:
             key = self.size_key(own, size)
         else:
@@ -180,7 +184,7 @@ class Draft:
         numbers = {k for k, v in self.config.to_dict().items() if type(v) is int}
         chosen = [k for k in numbers if re.fullmatch(CHOSEN, k)]
         if not chosen:
-            raise self.error("no field says how many experts are chosen")
+            raise GrowthError("no field says how many experts are chosen")
         if "experts" not in self.spaces:
             self.sizes["experts"] = {"field": names[0], "follows": "nothing"}
             self.sizes["chosen"] = chosen[0]

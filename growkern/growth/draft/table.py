@@ -137,7 +137,8 @@ def _only(draft: Draft, own: str, layers: set[int], kinds: dict[str, list[str]])
             kinds[kind] = [text]
             return kind if met == layers else f"not_{kind}"
     if tuple(sorted(layers)) not in ONLY:
-        raise GrowthError(f"{own} is in layers {sorted(layers)}, which no field says")
+        draft.now = (draft.prefix + own).replace("{l}", str(min(layers)))
+        raise GrowthError(f"it is in layers {sorted(layers)}, which no field says")
     return ONLY[tuple(sorted(layers))]
 
 

@@ -6,6 +6,7 @@ import re
 
 from torch import Tensor, nn
 
+from growkern.errors import GrowthError
 from growkern.growth.draft.probe import LAYERS, Call, same
 from growkern.growth.draft.sizes import Draft, Row
 from growkern.growth.own_table import NormFacts, norm_facts
@@ -29,7 +30,10 @@ class Walk:
         self.norms: list[tuple[str, NormFacts]] = []
         # the modules called since the last of them
         self.front: set[str] = set()
-        found = [(call, norm_facts(call.module, call.x.shape[-1])) for call in draft.calls]
+        found = list[tuple[Call, NormFacts | None]]()
+        for call in draft.calls:
+            draft.now = call.name
+            found.append((call, norm_facts(call.module, call.x.shape[-1])))
         norms, ends = [call.y for call, facts in found if facts], [end for _, end in draft.layers]
         # where a norm returns what its layer returns
         self.is_post = any(same(y, end) for y in norms for end in ends)
@@ -105,7 +109,7 @@ class Walk:
         elif last[0] in "qk":
             space = last[0]
         if space not in ("q", "k", *draft.sizes) or units not in (draft.head_dim, call.x.shape[-1]):
-            raise draft.error(f"a norm of {units} entries inside a block")
+            raise GrowthError(f"a norm of {units or call.x.shape[-1]} entries inside a block")
         written, after = f"{space}_normed", {**spaces[space]}
         if space in draft.sizes:
             spaces[space]["weighted"] = True

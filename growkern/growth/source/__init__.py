@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from growkern.growth.source.live import refuse_computed
     from growkern.growth.source.loading import class_in, load_model
     from growkern.growth.source.parts import Assembled, Parts, Run, Stacked
-    from growkern.growth.source.refused import (config_directory, config_of, METADATA_FILE,
-        OPTIMIZER, pieces_in, refuse_adapter_directory, refuse_adapters, refuse_bare, scale_block,
-        STATE_FILES, WEIGHTS)
+    from growkern.growth.source.refused import (config_directory, config_of, leave_out_quantisation,
+        METADATA_FILE, OPTIMIZER, pieces_in, quantisation_of, refuse_adapter_directory,
+        refuse_adapters, refuse_bare, scale_block, STATE_FILES, WEIGHTS)
     from growkern.growth.source.source import open_source, refuse_unreadable, Source
     from growkern.growth.source.unknown import described
 # fmt: on

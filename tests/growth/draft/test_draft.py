@@ -23,15 +23,13 @@ MORE = (
     *("gpt_oss", "qwen3_moe", "cohere2", "opt", "bloom", "ernie4_5_moe", "nomic_bert", "roformer"),
     *("bert-generation", "deepseek_v3", "deepseek_v32", "esm", "gpt_neo", "longformer"),
 )
-# its default is no value
-OWN = bench.drafts.OWN | {"gpt2": {"n_inner": 3072}}
 # the first or last layer has a row of its own
 ROWS = transformers.OpenAIGPTConfig, transformers.ModernBertConfig, transformers.OPTConfig
 
 
 @pytest.mark.parametrize("model_type", SOME + MORE if walks.times > 1 else SOME)
 def test_a_draft_has_the_axes_of_the_table_by_hand(model_type):
-    config = transformers.CONFIG_MAPPING[model_type](**OWN.get(model_type, {}))
+    config = transformers.CONFIG_MAPPING[model_type](**bench.drafts.OWN.get(model_type, {}))
     drafted = growkern.draft_family(config)
     assert drafted.verified, drafted.toml
     name = next(reversed(drafted.content["classes"]))
@@ -67,6 +65,27 @@ def test_the_command_writes_a_table_that_grows_the_model(tmp_path):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert growkern.plan(tmp_path, family=table, hidden_size=48, num_hidden_layers=3).exact
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # its class computes a size that is null; the others have no tensors of a size that is 0
+        transformers.GPT2Config(),
+        transformers.DebertaV2Config(type_vocab_size=0),
+        transformers.GraniteMoeSharedConfig(shared_intermediate_size=0),
+        # growth reads the values that its weights stand for
+        transformers.LlamaConfig(quantization_config={"quant_method": "fp8"}),
+    ],
+)
+def test_whoever_drafts_a_table_can_plan_at_once(config, tmp_path):
+    drafted = growkern.draft_family(config)
+    config.architectures = [next(reversed(drafted.content["classes"]))]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "my.toml").write_text(drafted.toml)
+    plan = growkern.plan(tmp_path, family=tmp_path / "my.toml", num_hidden_layers=40)
+    assert drafted.verified
+    assert ("fp8" in drafted.toml) is ("fp8" in plan.needs)
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -113,8 +132,10 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
     [
         (transformers.MambaConfig(), r"\(Mamba 1\); nearest: .* --table my.toml"),
         (T5, r"nearest: \w*t5"),
+        (transformers.BartConfig(), r"k_proj\.weight \[.*: 0 lists of layers.* nearest: bart"),
+        (transformers.HYV4Config(), r"input_norm \[\]: HYV4.* computes none of .* nearest: "),
         (transformers.NanoChatConfig(), r"self_attn\.q_norm \[\]: a norm .* nearest: "),
-        (transformers.MiMoV2FlashConfig(), r"q_proj.* has \[96, 128\]; .* nearest: mimo"),
+        (transformers.MiMoV2FlashConfig(), r"q_proj.* has \[12288, 4096\]; .* nearest: mimo"),
         (transformers.OPTConfig(word_embed_proj_dim=512), r"proj_dim=512: not .* nearest: opt"),
         (transformers.RemBertConfig(), r"word_embeddings\.weight \[100, 256\]: .* nearest: bert"),
     ],
