@@ -34,8 +34,8 @@ KINDS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
 # ESM's own has no vocabulary or padding, and the positions of ESM-1b; ELECTRA's, narrow embeddings
 OWN = {"esm": {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"}}
 OWN |= {"electra": {"embedding_size": 256}, "deepseek_v2": {"num_experts_per_tok": 6}}
+OWN |= {key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")}
 OWN |= {"nemotron": {"num_key_value_heads": 8}}
-OWN |= dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128})
 
 
 def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:

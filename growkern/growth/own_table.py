@@ -423,14 +423,11 @@ def norm_facts(module: Any, length: int) -> NormFacts | None:
 
 def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
     """Norms that compute something else than [norm] says."""
-    norm, seen = spec.family.norm, set[str]()
-    for tensor in (t for t in spec.tensors if t.norm and t.name.endswith(".weight")):
-        name = tensor.name.removesuffix(".weight")
-        if tensor.template in seen:
-            continue
-        seen.add(tensor.template)
+    norm, rows = spec.family.norm, {t.template: t.name for t in spec.tensors if t.norm}
+    for weight in (name for name in rows.values() if name.endswith(".weight")):
+        name = weight.removesuffix(".weight")
         try:
-            facts = norm_facts(model.get_submodule(name), spec.shapes[tensor.name][-1])
+            facts = norm_facts(model.get_submodule(name), spec.shapes[weight][-1])
         except GrowthError as error:
             yield f"norm: {name}: {error}"
             continue

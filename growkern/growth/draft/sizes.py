@@ -39,7 +39,6 @@ class Draft:
         rows: name of a tensor in a table (of a norm: without .weight) -> number of the layer, None
             outside the layers -> its row.
         now: the module or tensor at hand.
-        named: the tensors, and modules of norms, that have a row.
         lm: the names in `rows` that do not begin with the prefix of the body.
         stack: how names in the layers begin.
         behind: norm that the stream is added to -> the modules before it.
@@ -66,7 +65,7 @@ class Draft:
         self.embedding = next(n for n, m in self.modules.items() if m is inner) + ".weight"
         self.rows: dict[str, dict[int | None, Row]] = {}
         self.now = self.embedding
-        self.lm, self.named = set[str](), set[str]()
+        self.lm = set[str]()
         self.norm: dict[str, Any] = {}
         self.behind: dict[str, set[str]] = {}
         self._find_sizes()
@@ -136,7 +135,6 @@ class Draft:
         """Give a tensor, or the norm of that name, its row."""
         own, layer = self.place(name)
         self.rows.setdefault(own, {})[layer] = row
-        self.named.add(name)
         self.lm |= set() if name.startswith(self.prefix) else {own}
 
     def size_key(self, fields: Sequence[str], length: int) -> str:

@@ -18,7 +18,6 @@ from growkern.growth.draft.probe import LAYERS, shapes, watch
 from growkern.growth.draft.sizes import Draft, Row
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
-POOLER = "pooler.dense.weight", "pooler.dense.bias"
 # fields that change neither a tensor nor a value of an output
 GENERAL = "use_cache|return_dict|output_|jitter|chunk|tie_word_emb|summary_|encoder_decoder"
 SOFTCAP = "final_logit_softcapping"
@@ -55,7 +54,7 @@ def table_of(draft: Draft) -> dict[str, Any]:
         "refuse": refuse | {field: {"differs": stream, "why": OTHER} for field in equal},
         "kinds": kinds,
         "spaces": draft.spaces,
-        "classes": _classes(draft, parts, equal),
+        "classes": _classes(draft, equal),
         "depth": depth,
         "tensors": {part: rows for part, rows in parts.items() if rows},
     }
@@ -168,12 +167,11 @@ def _attention(draft: Draft) -> dict[str, Any]:
     return found
 
 
-def _classes(draft: Draft, parts: dict[str, Row], equal: list[str]) -> dict[str, Any]:
+def _classes(draft: Draft, equal: list[str]) -> dict[str, Any]:
     """[classes]: the class with a head, and the body's if it has the same tensors."""
-    prefix = draft.prefix
+    prefix, heads = draft.prefix, ["lm"] if draft.lm else []
     repeated = draft.repeats | dict.fromkeys(equal, "stream")
     repeats = {"repeats": repeated} if repeated else {}
-    heads = ["lm"] if parts["lm"] else []
     own = {draft.cls.__name__: {"prefix": prefix, "body": ["trunk"], "heads": heads, **repeats}}
     body = type(getattr(draft.model, draft.cls.base_model_prefix, draft.model))
     try:
@@ -182,10 +180,4 @@ def _classes(draft: Draft, parts: dict[str, Row], equal: list[str]) -> dict[str,
         # a body that its config alone does not build
         return own
     mine = {name.removeprefix(prefix) for name in draft.base if name.startswith(prefix)}
-    if names not in (mine, mine | {*POOLER}):
-        return own
-    if names != mine:
-        draft.spaces["pool"] = {"kind": "units", "size": "stream"}
-        rows = {"axes": ["write:pool", "read:stream"]}, {"axes": ["write:pool"]}
-        parts["pooler"] = dict(zip(POOLER, rows, strict=True))
-    return {body.__name__: {"body": [n for n in parts if n != "lm"], **repeats}, **own}
+    return {body.__name__: {"body": ["trunk"], **repeats}, **own} if names == mine else own

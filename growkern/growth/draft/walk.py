@@ -49,7 +49,8 @@ class Walk:
         self._describe()
         for name, shape in draft.base.items():
             draft.now = name
-            if draft.named.isdisjoint((name, name.rpartition(".")[0])):
+            places = map(draft.place, (name, name.rpartition(".")[0]))
+            if not any(layer in draft.rows.get(own, ()) for own, layer in places):
                 draft.set_row(name, self._other_row(name, shape))
         for name, owner in draft.ties.items():
             for row in draft.rows.get(draft.place(name)[0], {}).values():
