@@ -324,10 +324,7 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
             if whole in sizes and part in sizes:
                 sizes[part] = math.gcd(sizes[whole], sizes[part])
     for space in family.mixtures:
-        groups = [
-            min(spec.size(key), most) for key, most in zip(space.groups, (2, 1), strict=False)
-        ]
-        sizes |= dict(zip(space.groups, groups, strict=True))
+        sizes |= {key: min(spec.size(key), n) for key, n in zip(space.groups, (2, 1), strict=False)}
         sizes[str(space.size)] = min(spec.size(str(space.size)), EXPERTS)
         sizes[str(space.chosen)] = min(spec.size(str(space.chosen)), CHOSEN)
     return sizes
@@ -424,6 +421,7 @@ def norm_facts(module: Any, length: int) -> NormFacts | None:
 def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
     """Norms that compute something else than [norm] says."""
     norm, rows = spec.family.norm, {t.template: t.name for t in spec.tensors if t.norm}
+    said = norm.centres, norm.plus_one
     for weight in (name for name in rows.values() if name.endswith(".weight")):
         name = weight.removesuffix(".weight")
         try:
@@ -431,10 +429,7 @@ def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
         except GrowthError as error:
             yield f"norm: {name}: {error}"
             continue
-        if facts and (NORM_KINDS[facts.kind].centres, facts.plus_one) != (
-            norm.centres,
-            norm.plus_one,
-        ):
+        if facts and (NORM_KINDS[facts.kind].centres, facts.plus_one) != said:
             computed = f"{facts.kind}{', plus_one' if facts.plus_one else ''}"
             yield f"norm: {name} computes a {computed}: mend [norm]"
 

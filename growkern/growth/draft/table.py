@@ -155,16 +155,13 @@ def _attention(draft: Draft) -> dict[str, Any]:
     """[attention]: positions. The scale, and which entries turn, are guesses for the check."""
     config, rope = draft.config, getattr(draft.config, "rope_parameters", None)
     is_rotary = bool(rope) or "rotary" in f"{[*draft.modules, *config.to_dict()]}".lower()
-    positions = (
-        "rotary" if is_rotary else "relative" if "relative" in f"{[*draft.base]}" else "learned"
-    )
-    found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
+    other = "relative" if "relative" in f"{[*draft.base]}" else "learned"
+    found = {"positions": "rotary" if is_rotary else other, "scale": "head_dim"}
     found |= {"divisor": "query_key"} if "query_key" in draft.sizes else {}
     if "partial_rotary_factor" in f"{rope}":
-        found["partial"] = True
-    elif not rope and hasattr(config, "rotary_dim"):
-        found["turning"] = "rotary_dim"
-    return found
+        return {**found, "partial": True}
+    has_field = not rope and hasattr(config, "rotary_dim")
+    return {**found, "turning": "rotary_dim"} if has_field else found
 
 
 def _classes(draft: Draft, equal: list[str]) -> dict[str, Any]:
