@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from growkern.errors import human
+from growkern.errors import counted, human
 from growkern.families import ModelSpec
 from growkern.files import parse_toml
 from growkern.growth.plan.blueprint import Blueprint
@@ -37,6 +37,15 @@ NEAR_TIMES, TWICE = math.log(1.4), 2.0
 # lines of a list
 MOST = 40
 PILOT = "run a short pilot of both ways"
+# what a measurement calls the method, the copies and the depth of a growth
+WORDS = {
+    "method": {"fpi": "FPI", "aki": "AKI", "direct_copy": "direct copy"},
+    "symmetry": {
+        **{"routing": "copies", "none": "equal copies", "noise": "copies with noise"},
+        "split": "copies of unequal shares",
+    },
+    "depth": {"stack": "stacked", "interleave": "interleaved"},
+}
 Row = Mapping[str, Any]
 
 
@@ -77,8 +86,9 @@ def model_kind(model: ModelSpec) -> str:
 def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
     """What measurements near to a growth say, a line for each answer.
 
-    They are of the same kind of model, of alike tokens per parameter, and of growth along the same
-    axes by alike factors. Beyond all of them those at the most tokens answer, if few saved.
+    They are of the same kind of model, of alike tokens per parameter, and of growth in the same
+    way, along the same axes by alike factors. Beyond all of them those at the most tokens answer,
+    if few saved. One that saved asks for a pilot.
 
     Args:
         tokens: those that the target will be trained on.
@@ -91,7 +101,11 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
     if plan.upcycling:
         return (f"{title.split(' (')[0]}: a mixture beside its dense model: {DOCS}/upcycling.md",)
     answers, (axis, times) = defaultdict(list), _growth(plan)
-    of_growth = [row for row in measurements(plan) if row["axes"] == axis and _alike(row, times)]
+    of_growth = [
+        row
+        for row in measurements(plan)
+        if row["axes"] == axis and _alike(row, times) and _told(row) in _ways(plan, axis)
+    ]
     for question, (words, *_) in QUESTIONS.items():
         rows = _file()["never_grown"] if question == "loss" else of_growth
         rows = [row for row in rows if row["kind"] == kind and _figure(row, question)]
@@ -107,6 +121,22 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
 def distance(mine: float, row: Row) -> float:
     """How far the tokens per parameter of a measurement are away, as the log of their ratio."""
     return math.inf if row["tokens"] is None else abs(math.log(row["tokens"] / mine))
+
+
+def _told(row: Row) -> set[str]:
+    """How a measurement made the large model."""
+    return {*row["setting"].split(";")[0].split(", ")[1:]}
+
+
+def _ways(plan: Blueprint, axis: str) -> list[set[str]]:
+    """What a measurement may say of the way in which a plan grows along an axis."""
+    options = plan.options
+    given = ((words, str(getattr(options, name))) for name, words in WORDS.items())
+    method, copies, depth = (words.get(value, value) for words, value in given)
+    stream = set() if options.is_baseline else {"padded" if plan.layout.is_padded else copies}
+    width = {method} | stream
+    # some do not say how layers were added beside the width
+    return {"width": [width], "depth": [{depth}]}.get(axis, [width, width | {depth}])
 
 
 def _alike(row: Row, times: float) -> bool:
@@ -125,7 +155,7 @@ def _answer(rows: Sequence[Row], question: str) -> str:
     signs = [_saves(_figure(row, question)) for row in rows]
     _, where_it_saves, otherwise = QUESTIONS[question]
     if 2 * signs.count(1) > len(rows):
-        return where_it_saves
+        return where_it_saves if len(rows) > 1 else PILOT
     few = len(rows) > 2 and 4 * signs.count(1) < len(rows)
     return otherwise if few or 2 * signs.count(-1) > len(rows) else PILOT
 
@@ -137,14 +167,14 @@ def _says(rows: Sequence[Row], question: str) -> str:
     signs = [_saves(_figure(row, question)) for row in rows]
     # of another question the share is another one
     saved = [row[question] for row, x in zip(rows, signs, strict=True) if x > 0 and row[question]]
-    shares = sorted({round(float(re.findall(r"[\d.]+", figure)[0])) for figure in saved})
-    ends = dict.fromkeys([*shares[:1], *shares[-1:]])
-    much = ", " * bool(ends) + " to ".join(f"{share}%" for share in ends)
+    shares = sorted(saved, key=lambda figure: float(re.findall(r"[\d.]+", figure)[0]))
+    much = ", " * bool(shares) + " to ".join(dict.fromkeys([*shares[:1], *shares[-1:]]))
     tokens = sorted({row["tokens"] for row in rows})
     at = " to ".join(f"{x:g}" for x in dict.fromkeys([tokens[0], tokens[-1]]))
     who = ", ".join(dict.fromkeys(row["citation"].split(",")[0] for row in rows))
     return (
-        f"{_answer(rows, question)} (at {at}: {signs.count(1)} of {len(rows)} saved{much}, {who})"
+        f"{_answer(rows, question)} (at {at}: {signs.count(1)} of {counted(len(rows), 'setup')} "
+        f"saved{much}, {who})"
     )
 
 

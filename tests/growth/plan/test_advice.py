@@ -336,24 +336,42 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
             WIDER,
             2.2,
             [
-                "grow (at 2.2 to 2.4: 13 of 21",
-                "scratch (at 2.2 to 2.4: 3 of 21",
-                "grow (at 2.2 to 2.4: 13",
+                "grow (at 2.2 to 2.4: 5 of 5 setups saved, 7.4% ± 6.5% to 36.8% ± 7.2%, growkern",
+                "ways (at 2.2 to 2.4: 2 of 5",
+                "grow (at 2.2 to 2.4: 5 of 5",
                 "longer (at 2",
             ],
         ),
-        ("LlamaForCausalLM", WIDER, 20, ["from scratch (at 20: 0 of 4 saved, growkern's runs"] * 3),
+        (
+            "LlamaForCausalLM",
+            {**WIDER, "method": "direct_copy"},
+            2.2,
+            ["grow (at 2.2 to 2.4: 4 of 5 setups saved, 10.0% ± 3.8% to at least 34.1%"],
+        ),
+        (
+            "LlamaForCausalLM",
+            {**WIDER, "stream": "copies", "symmetry": "noise"},
+            2.2,
+            ["ways (at 2.2: 0 of 1 setup saved"],
+        ),
+        ("LlamaForCausalLM", WIDER, 20, ["from scratch (at 20: 0 of 1 setup saved, growk"] * 3),
         # beyond all that is measured
         (
             "LlamaForCausalLM",
             WIDER,
             294,
-            ["from scratch (at 20: 0 of 4 saved, growkern's runs"] * 3,
+            ["from scratch (at 20: 0 of 1 setup saved, growkern's runs"] * 3,
         ),
-        ("LlamaForCausalLM", DEEPER, 300, ["(not measured", "from scratch (at 20", "(not"]),
+        ("LlamaForCausalLM", DEEPER, 300, ["(not measured near this)"] * 3),
         ("LlamaForCausalLM", WIDER, 7, ["both ways (not measured near this)"] * 3),
         # measured for one question, so known for the other; the first has no share of its own
-        ("LlamaForCausalLM", DEEPER, 60, ["grow (at 42.9: 1 of 1", "(at 20", "saved, 35%"]),
+        (
+            "LlamaForCausalLM",
+            {**DEEPER, "depth": "stack"},
+            60,
+            ["ways (at 42.9: 1 of 1", "(not", "saved, 35%"],
+        ),
+        # one setup is too few to say more
         # width and depth were measured at 20, and not at once
         ("LlamaForCausalLM", {**WIDER, **DEEPER}, 20, ["(not"] * 3 + ["this size from scratch"]),
         # growth of both at once, and its interval holds 0
@@ -361,16 +379,21 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
             "LlamaForCausalLM",
             {**WIDER, **DEEPER},
             2,
-            ["grow (at 2: 1 of 1", "ways (at 2: 0 of 1 saved, growkern's runs)"],
+            ["ways (at 2: 1 of 1", "ways (at 2: 0 of 1 setup saved, growkern's runs)"],
         ),
         # those from a quarter and an eighth of the width are of another growth
-        ("BertForMaskedLM", {"hidden_size": 16}, 2.4, ["grow (at 2.4: 7 of 7 saved, 47% to 53%"]),
-        ("BertForMaskedLM", {"hidden_size": 48}, 2.4, ["ways (at 2.4: 2 of 7"] * 3),
         (
             "BertForMaskedLM",
-            {"hidden_size": 96},
+            {"hidden_size": 16},
             2.4,
-            ["scratch (at 2.4: 0 of 3 saved, growkern"] * 3,
+            ["(at 2.4: 1 of 1 setup saved, 53.4% ± 8.0%"],
+        ),
+        ("BertForMaskedLM", {"hidden_size": 48, "method": "aki"}, 2.4, ["(at 2.4: 2 of 3"] * 3),
+        (
+            "BertForMaskedLM",
+            {"hidden_size": 96, "method": "aki"},
+            2.4,
+            ["scratch (at 2.4: 0 of 1 setup saved, growkern"] * 3,
         ),
         ("LlamaForCausalLM", {"hidden_size": 4096}, 2.2, ["ways (not measured"] * 3),
         ("BertForMaskedLM", {"intermediate_size": 64}, 2.4, ["(not measured"] * 3),
