@@ -15,7 +15,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
@@ -36,11 +38,12 @@ from growkern.train.safety.checkpoints import (
 )
 from growkern.train.safety.signals import SignalWatch, interruption
 from growkern.train.safety.staging import (
-    BackgroundSave,
+    STAGING,
     Processes,
-    begin_together,
+    Step,
     close_staging,
-    finish_together,
+    in_background,
+    open_staging,
     publish,
     publish_into,
     rotate,
@@ -69,13 +72,13 @@ class Saver:
         self._processes = Processes.of_accelerator(accelerator)
         self.hint = RESUME_HINT
         self.saved_at = time.monotonic()
-        self._pending: BackgroundSave | None = None
+        self._pending: tuple[Path, Future[str | None]] | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
     def is_written(self) -> bool:
         """Whether a checkpoint in the background is written, and nobody has waited for it."""
-        return self._pending is not None and self._pending.is_done
+        return self._pending is not None and self._pending[1].done()
 
     def save(self, model: Any, run: Path, state: Any, write: Write, shards: Shards) -> Path | None:
         """Save a checkpoint in a staging folder that becomes the checkpoint when it is complete.
@@ -94,50 +97,63 @@ class Saver:
                 f"step {step}: the weights are not finite and were not saved; {self.last(step)}"
             )
         target, best = run / f"checkpoint-{step}", best_checkpoint(run, state)
-        shards.copied = {}
+        staged, shards.copied = run / STAGING / target.name, {}
 
-        def write_all(staging: Path) -> None:
-            write(staging)
+        def write_all() -> None:
+            write(staged.parent)
             # all processes: Trainer loads the best model at the end where it is named
             state.best_model_checkpoint = best and str(best)
             if self._args.should_save:
-                state.save_to_json(str(staging / target.name / TRAINER_STATE_NAME))
-
-        staging, failure = begin_together(self._processes, run, write_all)
-        self.saved_at = time.monotonic()
+                state.save_to_json(str(staged / TRAINER_STATE_NAME))
 
         def appear() -> None:
-            publish(staging / target.name, target)
+            publish(staged, target)
             rotate(target, self._args.save_total_limit, best)
 
+        failure = self._stage(run, write_all)
+        self.saved_at = time.monotonic()
         copied, shards.copied = shards.copied, {}
         if failure is None and copied:
-            self._write_behind(target, staging / target.name, copied, appear)
+            self._write_behind(target, staged, copied, appear)
             # it would be pushed before it is complete
             return self.wait(step) if self._stops.number or self._args.push_to_hub else None
-        if failure is None:
-            failure = self._let_appear(run, appear)
+        failure = failure or self._processes.take(run, self._last(run, appear))
         return self._checked(target, failure, step)
 
-    def _let_appear(self, run: Path, appear: Callable[[], None]) -> str | None:
-        return finish_together(self._processes, run, lambda: None, appear)
+    def _stage(self, run: Path, write: Step) -> str | None:
+        """Write to a new staging folder, in all processes; why that failed, or None."""
+        first = self._processes.first
+        return self._processes.take(run, lambda: first and open_staging(run), write)
+
+    def _last(self, run: Path, appear: Step) -> Step:
+        """Lets what is staged appear, in the first process alone."""
+
+        def step() -> None:
+            if self._processes.first:
+                appear()
+                close_staging(run)
+
+        return step
 
     def _write_behind(self, target: Path, staged: Path, copied: Parts, appear: Any) -> None:
         """Write the copied parts of a checkpoint while training continues."""
         # messages of two threads in one group would get mixed up; NCCL takes no CPU tensors
         group = self._group = self._group or dist.new_group(backend="gloo", timeout=MOST_TIME)
-        processes = Processes.of_group(group)
-        self._pending = BackgroundSave(
-            target,
-            lambda: finish_together(
-                processes, target.parent, lambda: write_parts(copied, staged, group), appear
-            ),
-        )
+        steps = lambda: write_parts(copied, staged, group), self._last(target.parent, appear)
+        take = partial(Processes.of_group(group).take, target.parent, *steps)
+        self._pending = target, in_background(f"write {target.name}", take)
 
     def wait(self, step: int) -> Path | None:
         """Wait for the checkpoint that is written in the background, if there is one."""
         pending, self._pending = self._pending, None
-        return None if pending is None else self._checked(pending.target, pending.wait(), step)
+        if pending is None:
+            return None
+        target, written = pending
+        try:
+            failure = written.result()
+        except Exception as error:
+            raise GrowthError(f"{target} was not saved: {error}") from error
+        return self._checked(target, failure, step)
 
     def _checked(self, target: Path, failure: str | None, step: int) -> Path | None:
         """A checkpoint that was saved; or say that it was not."""
@@ -164,15 +180,15 @@ class Saver:
         If the disk takes no more, this raises, and the checkpoints are as they were.
         """
         run = Path(self._args.output_dir)
+        staged = run / STAGING / FINAL
 
-        def write_all(staging: Path) -> None:
-            write(staging / FINAL)
+        def write_all() -> None:
+            write(staged)
             if self._args.should_save:
-                state.save_to_json(str(staging / FINAL / TRAINER_STATE_NAME))
+                state.save_to_json(str(staged / TRAINER_STATE_NAME))
 
-        staging, failure = begin_together(self._processes, run, write_all)
-        if failure is None:
-            failure = self._let_appear(run, lambda: publish_into(staging / FINAL, run))
+        last = self._last(run, lambda: publish_into(staged, run))
+        failure = self._stage(run, write_all) or self._processes.take(run, last)
         if failure is not None:
             raise GrowthError(
                 f"the model was not saved ({failure}); {self.last(state.global_step)}; to resume: "

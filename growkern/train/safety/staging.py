@@ -14,10 +14,10 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ RUST_ERROR = re.compile(r"(.*) \(os error \d+\)$")
 # in the messages of the C++ code that torch.save writes with, for every disk error
 TORCH_SAVE = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
 
+X = TypeVar("X")
 Step = Callable[[], Any]
 
 
@@ -142,60 +143,34 @@ class Processes:
 
         return cls(dist.get_rank(group) == 0, gather)
 
+    def take(self, run: Path, *steps: Step) -> str | None:
+        """Take steps on every process, until one fails to write on any.
 
-def begin_together(
-    processes: Processes, run: Path, write: Callable[[Path], None]
-) -> tuple[Path, str | None]:
-    """Open a staging folder and write to it. All processes take part.
+        Any other error ends this on all processes.
 
-    Returns the folder; and None, or why a process could not write, the same for all. Nothing is
-    left then.
-    """
-    staging = run / STAGING
-    open_first = partial(open_staging, run) if processes.first else lambda: None
-    failure = _take_together(processes, open_first, partial(write, staging))
-    if failure is not None and processes.first:
-        close_staging(run)
-    return staging, failure
-
-
-def finish_together(processes: Processes, run: Path, write: Step, appear: Step) -> str | None:
-    """Write the rest to the staging folder; the first process lets its contents appear.
-
-    Returns None, or why a process could not write, the same for all. Nothing is left then.
-    """
-    failure = _take_together(processes, write, appear if processes.first else lambda: None)
-    if processes.first:
-        close_staging(run)
-    return failure
-
-
-def _take_together(processes: Processes, *steps: Step) -> str | None:
-    """Take steps on every process, until one fails on any; why, or None."""
-    failures = (_try_together(processes, step) for step in steps)
-    return next((failure for failure in failures if failure is not None), None)
-
-
-def _try_together(processes: Processes, step: Step) -> str | None:
-    """Do something on every process; the first failure to write of any of them, or None.
-
-    Any other error ends this on all processes.
-    """
-    failure, unexpected = None, None
-    try:
-        step()
-    except Exception as error:
-        failure = _write_failure(error)
-        if failure is None:
-            unexpected = error
-    name = None if unexpected is None else f"{type(unexpected).__name__}: {unexpected}"
-    outcomes = processes.gather((failure, name))
-    if unexpected is not None:
-        raise unexpected
-    for rank, (_, text) in enumerate(outcomes):
-        if text is not None:
-            raise GrowthError(f"process {rank} failed: {text}")
-    return next((failed for failed, _ in outcomes if failed is not None), None)
+        Returns:
+            None, or why a process could not write, the same for all. Nothing is staged then.
+        """
+        for step in steps:
+            failure, unexpected = None, None
+            try:
+                step()
+            except Exception as error:
+                failure = _write_failure(error)
+                unexpected = error if failure is None else None
+            name = None if unexpected is None else f"{type(unexpected).__name__}: {unexpected}"
+            outcomes = self.gather((failure, name))
+            if unexpected is not None:
+                raise unexpected
+            for rank, (failed, text) in enumerate(outcomes):
+                if text is not None:
+                    raise GrowthError(f"process {rank} failed: {text}")
+                failure = failure or failed
+            if failure is not None:
+                if self.first:
+                    close_staging(run)
+                return failure
+        return None
 
 
 def _write_failure(error: Exception) -> str | None:
@@ -211,43 +186,24 @@ def _write_failure(error: Exception) -> str | None:
     return "the disk takes no more bytes" if any(part in text for part in TORCH_SAVE) else None
 
 
-class BackgroundSave:
-    """The write of one checkpoint in a thread, which begins at once while training continues.
+def in_background(name: str, work: Callable[[], X]) -> Future[X]:
+    """Begin work in a thread, while training continues.
 
     A process that outlived a killed run would write into the next one's staging folder.
-
-    Args:
-        write: writes it; returns why the disk took no more, or None.
     """
+    done: Future[X] = Future()
+    accelerated = torch.accelerator.is_available()
+    device = torch.accelerator.current_device_index() if accelerated else None
 
-    def __init__(self, target: Path, write: Callable[[], str | None]) -> None:
-        self.target = target
-        self._write = write
-        self._failure: str | None = None
-        self._error: Exception | None = None
-        accelerated = torch.accelerator.is_available()
-        self._device = torch.accelerator.current_device_index() if accelerated else None
-        # a daemon: a second Ctrl-C ends the process without waiting for the disk
-        self._thread = threading.Thread(target=self._run, name=f"write {target.name}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            if self._device is not None:
+            if device is not None:
                 # a new thread would take the first device, and memory there
-                torch.accelerator.set_device_index(self._device)
-            self._failure = self._write()
+                torch.accelerator.set_device_index(device)
+            done.set_result(work())
         except Exception as error:
-            self._error = error
+            done.set_exception(error)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the write has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> str | None:
-        """Wait for the end of the write."""
-        self._thread.join()
-        if self._error is not None:
-            raise GrowthError(f"{self.target} was not saved: {self._error}") from self._error
-        return self._failure
+    # a daemon: a second Ctrl-C ends the process without waiting for the disk
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

@@ -27,6 +27,12 @@ import torch
 
 from growkern.arguments import real_number, whole_number
 from growkern.errors import GrowthError
+from growkern.train.loss import (
+    document_starts,
+    real_tokens,
+    teacher_rows,
+    tokenizer_fingerprint,
+)
 from growkern.train.topk_teacher.http import (
     KEY_VARIABLE,
     MOST_TEXT,
@@ -36,9 +42,11 @@ from growkern.train.topk_teacher.http import (
 )
 from growkern.train.topk_teacher.teacher import (
     MOST_IDS,
-    CausalRows,
+    NO_ID,
+    NO_LOGPROB,
+    RowFacts,
     Rows,
-    causal_facts,
+    TopKRows,
     fault_of,
     no_rows,
 )
@@ -98,7 +106,7 @@ def _id_of(text: str) -> int:
 # ------------------------------------------------------------------- teacher
 
 
-class ServedTeacher(CausalRows):
+class ServedTeacher(TopKRows):
     """A causal teacher on a server of vLLM, asked for the log-probs of its prompt.
 
     `TwoStageTrainer` takes it as a teacher, `growkern.cache_teacher` keeps its rows, and `batch`
@@ -167,7 +175,8 @@ class ServedTeacher(CausalRows):
             raise GrowthError(
                 f"{self.name}/v1/models: max_model_len is {self._longest!r}, which is no number"
             )
-        self.facts = causal_facts(1.0, vocab_size, tokenizer)
+        known = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+        self.facts = RowFacts(1.0, "all", True, vocab_size, known, epochs=1)
 
     def _find_model(self, name: str | None) -> dict[str, Any]:
         """The server's own record of the teacher."""
@@ -187,8 +196,28 @@ class ServedTeacher(CausalRows):
             raise GrowthError(f"{self.name} {what}: give model, one of {sorted(cards)}")
         return cards[name]
 
-    def of_texts(self, texts: list[list[int]]) -> list[Rows]:
-        """Ask the server for the rows of several texts, each up to the first token it lacks."""
+    def batch(self, batch: dict[str, Any]) -> Rows:
+        """The rows of a collated batch: none at padding and at the last token of each document."""
+        ids_BS, real_BS = batch["input_ids"].cpu(), real_tokens(batch).cpu()
+        has_row_BS, starts_BS = teacher_rows(batch).cpu(), document_starts(batch)
+        starts_BS = (
+            torch.zeros_like(ids_BS) if starts_BS is None else starts_BS.cpu().expand_as(ids_BS)
+        )
+        places = []
+        for b, (real_S, starts_S) in enumerate(zip(real_BS, starts_BS, strict=True)):
+            # a packed row has no padding, so its starts count its tokens
+            texts = real_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
+            places += [(b, at) for at in texts if len(at) > 1]
+        rows = self._of_texts([ids_BS[b, at].tolist() for b, at in places])
+        ids_BSk, logprobs_BSk = no_rows((*ids_BS.shape, self.k if rows else 1), torch.float32)
+        for (b, at), (ids_Rk, logprobs_Rk) in zip(places, rows, strict=True):
+            ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk, logprobs_Rk
+        none_BS1 = ~has_row_BS[..., None]
+        logprobs_BSk.masked_fill_(none_BS1, NO_LOGPROB)
+        return ids_BSk.masked_fill_(none_BS1, NO_ID), logprobs_BSk
+
+    def _of_texts(self, texts: list[list[int]]) -> list[Rows]:
+        """Ask for the rows (n - 1, k) of texts of n tokens, each up to the first that it lacks."""
         limit = self.facts.vocab_size or math.inf
         read = [list(takewhile(lambda token: token < limit, text)) for text in texts]
         asked = [text for text in read if len(text) > 1]

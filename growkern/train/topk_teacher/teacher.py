@@ -26,7 +26,6 @@ from growkern.train.loss import (
     Teachers,
     check_padding,
     check_same_objective,
-    document_starts,
     real_tokens,
     taught_rows,
     teacher_rows,
@@ -98,45 +97,6 @@ class TopKRows(ABC):
     def fingerprint(self) -> str:
         """A SHA-256 that changes with the teacher, as far as that is known: of its name."""
         return hashlib.sha256(self.name.encode()).hexdigest()
-
-
-class CausalRows(TopKRows):
-    """The rows of a causal teacher that is asked for whole texts."""
-
-    @abstractmethod
-    def of_texts(self, texts: list[list[int]]) -> list[Rows]:
-        """Ids (n - 1, k) and log-probs (n - 1, k) of each text, where n is its number of tokens.
-
-        A text has two tokens or more, without padding. There is one for each document.
-        """
-
-    def batch(self, batch: dict[str, Any]) -> Rows:
-        """The rows of a collated batch: none at padding and at the last token of each document."""
-        ids_BS, real_BS = batch["input_ids"].cpu(), real_tokens(batch).cpu()
-        has_row_BS, starts_BS = teacher_rows(batch).cpu(), document_starts(batch)
-        starts_BS = (
-            torch.zeros_like(ids_BS) if starts_BS is None else starts_BS.cpu().expand_as(ids_BS)
-        )
-        places = []
-        for b, (real_S, starts_S) in enumerate(zip(real_BS, starts_BS, strict=True)):
-            # a packed row has no padding, so its starts count its tokens
-            texts = real_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
-            places += [(b, at) for at in texts if len(at) > 1]
-        rows = self.of_texts([ids_BS[b, at].tolist() for b, at in places])
-        k = rows[0][0].shape[-1] if rows else 1
-        ids_BSk, logprobs_BSk = no_rows((*ids_BS.shape, k), torch.float32)
-        for (b, at), (ids_Rk, logprobs_Rk) in zip(places, rows, strict=True):
-            ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
-        none_BS1 = ~has_row_BS[..., None]
-        return ids_BSk.masked_fill_(none_BS1, NO_ID), logprobs_BSk.masked_fill_(
-            none_BS1, NO_LOGPROB
-        )
-
-
-def causal_facts(temperature: float, vocab_size: int | None, tokenizer: Any | None) -> RowFacts:
-    """The facts of a causal teacher, which has a row for every real token."""
-    known = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
-    return RowFacts(temperature, "all", True, vocab_size, known, epochs=1)
 
 
 def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | None:

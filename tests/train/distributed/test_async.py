@@ -131,7 +131,7 @@ def failing(monkeypatch, step, error):
 
 def ends_before_step_5(trainer):
     """Let the write of step 4 end while step 5 begins."""
-    trainer.add_callback(At(4, lambda model: trainer.saver._pending._thread.join()))
+    trainer.add_callback(At(4, lambda model: trainer.saver._pending[1].exception()))
 
 
 def test_a_full_disk_costs_one_checkpoint(mesh, monkeypatch, tmp_path):
