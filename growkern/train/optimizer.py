@@ -35,38 +35,6 @@ from growkern.train.rules import ADAMW, check
 from growkern.train.sections import OptimizerOptions
 
 
-def check_optimizer(
-    choice: str, args: TrainingArguments, options: Mapping[str, Any], *, sharded: bool
-) -> None:
-    """Check that the chosen optimizer can be made, and can train parts of parameters if it must.
-
-    Args:
-        options: the other arguments of the trainer.
-    """
-    name, given = OptimizerNames(args.optim).value, _given(options)
-    facts = {"sharded": sharded and not given, "other": _other_optimizer(args, given)}
-    check("arguments' optimizer", choice=choice, optim=name, **facts)
-    if given:
-        return
-    try:
-        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-    except (ImportError, ValueError, TypeError, NotImplementedError) as error:
-        why = " ".join(str(error).split())
-        # GaLore, APOLLO and LOMO look at the model, which Trainer passes later
-        if "model" in why:
-            return
-        raise GrowthError(f"optim is {name!r}, which cannot be used: {why}") from error
-    try:
-        kind([nn.Parameter(torch.zeros(1, device=args.device))], **settings)
-    except (ValueError, TypeError) as error:
-        why = " ".join(str(error).split())
-        defaults = {field.name: field.default for field in dataclasses.fields(args)}
-        named = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
-        changed = [f"{x} = {v!r}" for x in named if (v := getattr(args, x)) != defaults[x]]
-        given = f" with {', '.join(changed)}" if changed else ""
-        raise GrowthError(f"optim is {name!r}, which cannot be used{given}: {why}") from error
-
-
 class OptimizerMaker:
     """Chooses and makes the optimizer of a run.
 
@@ -91,11 +59,24 @@ class OptimizerMaker:
         grows: bool,
     ) -> None:
         self.own, self._choice, self._args = own or OptimizerOptions(), choice, args
-        self._given, self._grows = _given(options), grows
+        self._name, self._grows = OptimizerNames(args.optim).value, grows
+        brings = ((x, options.get(x)) for x in ("optimizers", "optimizer_cls_and_kwargs"))
+        # the keyword argument that brings an optimizer
+        self._given = next((name for name, x in brings if x is not None and x[0] is not None), "")
+        # what asks for another optimizer than PyTorch's AdamW
+        own_name = "" if args.optim in ADAMW else f"args.optim is {self._name!r}"
+        self._other = f"{self._given} is given" if self._given else own_name
 
-    def check(self, model: Any) -> None:
-        """Refuse a model that was not grown, or has no blocks, if the settings need that."""
-        other = _other_optimizer(self._args, self._given)
+    def check(self, model: Any, *, sharded: bool) -> None:
+        """Refuse settings that make no optimizer, or none that can train the model.
+
+        Args:
+            sharded: whether every process holds a part of each parameter.
+        """
+        facts = {"sharded": sharded and not self._given, "other": self._other}
+        check("arguments' optimizer", choice=self._choice, optim=self._name, **facts)
+        if not self._given:
+            self._check_arguments()
         plan, _ = self._growth_of(model)
         follows = plan is not None and not plan.options.is_baseline
         check(
@@ -106,8 +87,29 @@ class OptimizerMaker:
             rewarms=self.own.rewarm_steps,
             known=plan is not None,
             in_parts=any(history_of(part) != History() for part in model.children()),
-            grown=follows or (self._grows and not other),
+            grown=follows or (self._grows and not self._other),
         )
+
+    def _check_arguments(self) -> None:
+        """Check that the arguments make an optimizer."""
+        args, start = self._args, f"optim is {self._name!r}, which cannot be used"
+        try:
+            kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+        except (ImportError, ValueError, TypeError, NotImplementedError) as error:
+            why = " ".join(str(error).split())
+            # GaLore, APOLLO and LOMO look at the model, which Trainer passes later
+            if "model" in why:
+                return
+            raise GrowthError(f"{start}: {why}") from error
+        try:
+            kind([nn.Parameter(torch.zeros(1, device=args.device))], **settings)
+        except (ValueError, TypeError) as error:
+            why = " ".join(str(error).split())
+            defaults = {field.name: field.default for field in dataclasses.fields(args)}
+            named = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
+            changed = [f"{x} = {v!r}" for x in named if (v := getattr(args, x)) != defaults[x]]
+            given = f" with {', '.join(changed)}" if changed else ""
+            raise GrowthError(f"{start}{given}: {why}") from error
 
     def take_model(self, model: Any) -> None:
         """Choose the optimizer of a model."""
@@ -117,7 +119,6 @@ class OptimizerMaker:
             warn(f"trains with {name}, because {lost}")
         # random weights have no source whose steps the copies could take
         self.plan = None if plan is None or plan.options.is_baseline else plan
-        asked = _other_optimizer(self._args, self._given)
         if self._choice != "auto":
             self._why = f"optimizer is {self._choice!r}"
         elif self.plan is not None:
@@ -127,24 +128,23 @@ class OptimizerMaker:
         elif plan is not None:
             self._why = f"method {plan.options.method!r} begins with random weights"
         else:
-            self._why = lost or asked or "the model was not grown"
+            self._why = lost or self._other or "the model was not grown"
 
     def described(self) -> str:
         """The optimizer of the model, and of those that it grows to inside the run, and why."""
-        own = _other_optimizer(self._args, self._given)
 
         def name(prefix: str) -> str:
             if self._choice == "muon":
                 return f"{prefix}Muon for the matrices of the blocks, {prefix}AdamW for all else"
-            return OptimizerNames(self._args.optim).value if own else f"{prefix}AdamW"
+            return self._name if self._other else f"{prefix}AdamW"
 
         now = f"{name('Growth' if self.plan else '')}, because {self._why}"
-        follows = self._grows and self.plan is None and self._choice != "adamw" and not own
+        follows = self._grows and self.plan is None and self._choice != "adamw" and not self._other
         return f"{now}; {name('Growth')} once it has grown" if follows else now
 
     def _growth_of(self, model: Any) -> tuple[GrowthPlan | None, str]:
         """The growth that the steps of a model may follow, or why they cannot if it was grown."""
-        if self._choice == "adamw" or _other_optimizer(self._args, self._given):
+        if self._choice == "adamw" or self._other:
             return None, ""
         plan, lost = None, ""
         try:
@@ -189,22 +189,6 @@ class OptimizerMaker:
             return 0
         shapes = {name: p.shape for name, p in model.named_parameters()}
         return sum(products(shapes[x], self.own.ns_steps) for x in _block_matrices(model))
-
-
-def _other_optimizer(args: TrainingArguments, given: str) -> str:
-    """What asks for another optimizer than PyTorch's AdamW; empty if nothing does."""
-    if given:
-        return f"{given} is given"
-    return "" if args.optim in ADAMW else f"args.optim is {OptimizerNames(args.optim).value!r}"
-
-
-def _given(options: Mapping[str, Any]) -> str:
-    """The keyword argument that brings an optimizer; empty if none does."""
-    for name in ("optimizers", "optimizer_cls_and_kwargs"):
-        given = options.get(name)
-        if given is not None and given[0] is not None:
-            return name
-    return ""
 
 
 def _adamw(

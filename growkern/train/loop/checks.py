@@ -31,7 +31,7 @@ from growkern.train.distributed import (
 )
 from growkern.train.loss import Teachers, TeachersOfSources, check_prediction, is_two_stacks
 from growkern.train.model import TwoStageConfig, layer_stacks, model_depth
-from growkern.train.optimizer import OptimizerMaker, check_optimizer
+from growkern.train.optimizer import OptimizerMaker
 from growkern.train.rules import NOT_SHARDED, SHARD, check
 from growkern.train.safety import OnNonfinite
 from growkern.train.sections import (
@@ -131,10 +131,9 @@ class Beginning:
         if two_stage is not None:
             check("block", two_stage=two_stage, layers=model_depth(layer_stacks(model)))
             check("growth in stage 1", growth=growth, stage1_steps=two_stage.stage1_steps)
-        check_optimizer(self.optimizer, args, options, sharded=sharded)
+        self.optimizers().check(model, sharded=sharded)
         if growth:
             check_growths(growth, args, options, model)
-        self.optimizers().check(model)
         return replace(self, precision=choose_precision(args, self.precision))
 
     def in_steps(self, length: Callable[[], tuple[int, int]]) -> TwoStageConfig | None:

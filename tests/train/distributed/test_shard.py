@@ -236,7 +236,7 @@ def test_options_that_change_no_number(mesh, tmp_path, options, tolerance, monke
     model = build("llama", layers=4, tied=True).double()
     twin = TwoStageTrainer(
         sharded(mesh, model, **options), trainer.args, two_stage=trainer.two_stage,
-        inheritance=trainer.inheritance, teacher=trainer.objective.teachers.models[0],
+        inheritance=trainer.objective.inheritance, teacher=trainer.objective.teachers.models[0],
         train_dataset=trainer.train_dataset, eval_dataset=trainer.eval_dataset,
     )  # fmt: skip
     apart = differences(found_by(twin), expected)

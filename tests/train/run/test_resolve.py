@@ -255,7 +255,7 @@ def test_the_steps_of_an_epoch_are_those_of_the_loader(tmp_path, drop, accumulat
 
 # of records that are made again with other values, and of each model, module or source
 OFTEN = {"data", "distributed", "checkpoint", "checkpointing", "source"}
-CHECKS = ("check_switches", "check_arguments", "check_optimizer", "check_growths")
+CHECKS = ("check_switches", "check_arguments", "check_growths")
 
 
 def facts_of(rule):
@@ -313,7 +313,7 @@ def asked(monkeypatch):
 def test_a_run_file_is_checked_once(workplace, asked):  # noqa: F811
     train(workplace / "run.toml", progress=False)
     wanted = {"arguments", "block", "teachers", "arguments' optimizer", "precision"}
-    assert wanted | set(CHECKS[:3]) <= asked.keys()
+    assert wanted | set(CHECKS[:2]) <= asked.keys()
     assert {name: n for name, n in asked.items() if n > 1 and name not in OFTEN} == {}
 
 
