@@ -236,7 +236,7 @@ def plan(
         more = {
             "estimate": made.estimate(ranks, tokens, source_tokens),
             "measurements": made.measurements(),
-            "advice": made.advice(tokens, source_tokens),
+            "advice": made.advice(),
             "verdict": made.verdict(tokens) if tokens else (),
             "divides": made.divides(),
             "portability": made.portability(),

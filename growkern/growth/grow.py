@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -15,6 +14,7 @@ from growkern.arguments import path_of
 from growkern.errors import FunctionChangedWarning, GrowthError, warn
 from growkern.growth.disk import (
     Journal,
+    ShardLayout,
     Stream,
     are_stored,
     check_space,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from growkern.growth.options import GrowthKeywords, Moments
+    from growkern.publish import workplace
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -254,96 +255,83 @@ def grow_checkpoint(
             interrupted run there was a different growth. Later, if a weight holds NaN or Inf or the
             disk is full. The target is unchanged in all cases.
     """
-    shard_size = parse_size("max_shard_size", max_shard_size)
+    start, shard_size = time.perf_counter(), parse_size("max_shard_size", max_shard_size)
     settings = GrowthSettings(backend, shard_size, allow_nonfinite)
     source_path = path_of("source_dir", source_dir, "a directory; growkern.grow takes models")
-    target_path = path_of("target_dir", target_dir)
+    target = path_of("target_dir", target_dir).resolve()
     if optimizer is None and moments != "grow":
         raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
-
-    def make_plan() -> GrowthPlan:
-        # the plan need not look for NaN and Inf: the stream checks every piece
-        grown = plan(
-            located(source_dir, revision),
-            target_config=target_config,
-            dtype=dtype,
-            allow_nonfinite=True,
-            family=family,
-            **how,
-        )
-        refuse_unreadable(grown.source.stored)
-        _warn_of_changes(grown)
-        return grown
-
-    return _carry_out(
-        *(make_plan, settings, source_path, target_path),
-        overwrite=overwrite,
-        memory_limit=memory_limit,
-        resume=resume,
-        progress=progress,
-        optimizer=None if optimizer is None else path_of("optimizer", optimizer, "its file"),
-        moments=moments,
-    )
-
-
-def _carry_out(
-    make_plan: Callable[[], GrowthPlan],
-    settings: GrowthSettings,
-    source_dir: Path,
-    target_dir: Path,
-    *,
-    overwrite: bool,
-    memory_limit: int | str,
-    resume: bool,
-    progress: bool,
-    optimizer: Path | None = None,
-    moments: str = "grow",
-) -> GrowthReport:
-    """`grow_checkpoint` for any plan, made after the target directory was checked."""
-    start, target = time.perf_counter(), target_dir.resolve()
+    state_path = None if optimizer is None else path_of("optimizer", optimizer, "its file")
     limit = parse_size("memory_limit", memory_limit)
     with refusing(target):
         delete_staging(target)
-        check_target(source_dir, target, overwrite)
-    grown = make_plan()
-    source, modules = grown.source, read_modules(grown)
-    source_dir = source.directory or source_dir  # of a model on the Hub, in the cache
-    workers = workers_within(grown, limit)
-    state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
+        check_target(source_path, target, overwrite)
+    grown = plan(
+        located(source_dir, revision),
+        target_config=target_config,
+        dtype=dtype,
+        # the stream looks for NaN and Inf in every piece
+        allow_nonfinite=True,
+        family=family,
+        **how,
+    )
+    refuse_unreadable(grown.source.stored)
+    _warn_of_changes(grown)
+    source_path = grown.source.directory or source_path  # of a model on the Hub, in the cache
+    modules, workers = read_modules(grown), workers_within(grown, limit)
+    state = None if state_path is None else OptimizerStream(grown, state_path, moments, limit)
     in_files = grown.large.stored_names, grown.large.transposed
-    layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, *in_files)
+    layout = lay_out(_shapes(grown), grown.dtypes, shard_size, *in_files)
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     # whatever the caller's default device is, pieces of weights have numbers
-    with cpu_by_default(), staging(target, resume=resume) as place:
-        check_target(source_dir, target, overwrite)
-        directory = place.open_new()
-        made_of = identity(grown, layout, settings)
-        # made first: a long growth must not fail in the end
-        card = card_text(grown, settings, is_sentence=modules is not None)
-        record = lineage_text(grown, settings, made_of["source"])
-        with Journal(place.journal, made_of) as journal:
-            stream = Stream(
-                *(grown, layout, directory, journal),
-                allow_nonfinite=settings.allow_nonfinite,
-                backend=settings.backend,
-            )
-            stream.run(workers, progress=progress)
-        # remove all other files, so that only files of this growth are published
-        place.keep_only(layout.sizes)
-        copied = write_companions(directory, grown, layout, source_dir)
-        write_modules(grown, modules, directory)
-        write_lineage(record, directory)
-        if state is not None:
-            state.write(directory / OPTIMIZER_FILE)
-        known = journal.source_checksums
-        source.refuse_changed(
-            lambda: source_files(source) == made_of["source"] and are_stored(source.headers, known)
+    with cpu_by_default(), staging(target, resume=resume) as staged:
+        check_target(source_path, target, overwrite)
+        kept = _write(
+            *(staged, grown, layout, settings, source_path, modules, state, workers, progress)
         )
-        # after all others, so that the checksums cover them
-        write_checksums(directory, known, stream.tensor_checksums(), copied)
-        # but not that of the card, which is there to be edited
-        write_card(card, directory)
-        place.publish(overwrite=overwrite)
+        staged.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
-    return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
+    return GrowthReport(target, grown, size, time.perf_counter() - start, kept)
+
+
+def _write(
+    staged: workplace.Workplace,
+    grown: GrowthPlan,
+    layout: ShardLayout,
+    settings: GrowthSettings,
+    source_dir: Path,
+    modules: Any,
+    state: OptimizerStream | None,
+    workers: int,
+    progress: bool,
+) -> int:
+    """Write all files of a grown checkpoint. Returns the bytes that an earlier run had written."""
+    source, directory = grown.source, staged.open_new()
+    made_of = identity(grown, layout, settings)
+    # made first: a long growth must not fail in the end
+    card = card_text(grown, settings, is_sentence=modules is not None)
+    record = lineage_text(grown, settings, made_of["source"])
+    with Journal(staged.journal, made_of) as journal:
+        stream = Stream(
+            *(grown, layout, directory, journal),
+            allow_nonfinite=settings.allow_nonfinite,
+            backend=settings.backend,
+        )
+        stream.run(workers, progress=progress)
+    # remove all other files, so that only files of this growth are published
+    staged.keep_only(layout.sizes)
+    copied = write_companions(directory, grown, layout, source_dir)
+    write_modules(grown, modules, directory)
+    write_lineage(record, directory)
+    if state is not None:
+        state.write(directory / OPTIMIZER_FILE)
+    known = journal.source_checksums
+    source.refuse_changed(
+        lambda: source_files(source) == made_of["source"] and are_stored(source.headers, known)
+    )
+    # after all others, so that the checksums cover them
+    write_checksums(directory, known, stream.tensor_checksums(), copied)
+    # but not that of the card, which is there to be edited
+    write_card(card, directory)
+    return stream.bytes_kept

@@ -133,20 +133,16 @@ def on_cpu_by_default(function: F) -> F:
     return cast(F, on_cpu)
 
 
-def mark_initialised(model: Any) -> None:
-    """Mark all weights as initialised, as `from_pretrained` does.
+def restore_buffers(model: Any) -> None:
+    """Compute the non-persistent buffers, undefined after `to_empty`. The caller fills others.
 
-    A model that becomes a part of another one is initialised again, except where it is marked.
-    Modules are marked too, because a deep copy of a parameter loses its mark.
+    All weights count as initialised then, as after `from_pretrained`: a model that becomes a part
+    of another one is initialised again, except where it is marked.
     """
     tensors = (tensor for _, tensor in persistent_buffers(model))
+    # modules too, because a deep copy of a parameter loses its mark
     for part in chain(model.modules(), model.parameters(), tensors):
         part._is_hf_initialized = True
-
-
-def restore_buffers(model: Any) -> None:
-    """Compute the non-persistent buffers, undefined after `to_empty`. The caller fills others."""
-    mark_initialised(model)
     # whatever the default device is, the values that are computed are numbers
     with guard_torch_init_functions(), cpu_by_default():
         _restore(model, model._init_weights)

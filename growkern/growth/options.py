@@ -153,7 +153,19 @@ class GrowthOptions:
     shared_expert: SharedExpert = "zero"
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        # numbers of other libraries become Python's
+        if isinstance(self.router, os.PathLike):
+            object.__setattr__(self, "router", os.fspath(self.router))
+        object.__setattr__(self, "depth", read_depth(self.depth))
+        for name, kind in KINDS.items():
+            if kind is float:
+                object.__setattr__(self, name, real_number(name, getattr(self, name)))
+        object.__setattr__(self, "seed", check_seed(self.seed))
+        check_fields(self)
+        if self.router not in ROUTERS and ".safetensors" not in self.router:
+            raise GrowthError(
+                f"router={self.router!r}: give {', '.join(ROUTERS)} or a .safetensors file of rows"
+            )
         if self.symmetry == "auto":
             default = "none" if self.scheme == "paper" else DEFAULT_SYMMETRY
             object.__setattr__(self, "symmetry", default)
@@ -179,23 +191,6 @@ class GrowthOptions:
             other = 'scheme="paper"' if self.scheme == "paper" else f"method={self.method!r}"
             raise GrowthError(f"stream='padded' has no effect with {other}: leave it out")
 
-    def _check_kinds(self) -> None:
-        """Check every field by its type, and store numbers of other libraries as Python's."""
-        if isinstance(self.router, os.PathLike):
-            object.__setattr__(self, "router", os.fspath(self.router))
-        object.__setattr__(self, "depth", read_depth(self.depth))
-        for name, kind in KINDS.items():
-            value = getattr(self, name)
-            if kind is float:
-                object.__setattr__(self, name, real_number(name, value))
-            elif name == "seed":
-                object.__setattr__(self, name, check_seed(value))
-        check_fields(self)
-        if self.router not in ROUTERS and ".safetensors" not in self.router:
-            raise GrowthError(
-                f"router={self.router!r}: give {', '.join(ROUTERS)} or a .safetensors file of rows"
-            )
-
     @property
     def shares_add_up(self) -> bool:
         """True if copies add up exactly to the source's weight for any number of copies."""
@@ -205,6 +200,11 @@ class GrowthOptions:
     def is_baseline(self) -> bool:
         """True if the method starts from random weights."""
         return self.method in ("direct_copy", "random")
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if noise makes the copies of a dense model's FFN differ in pairs."""
+        return self.symmetry == "noise" and self.shared_expert == "zero"
 
     @classmethod
     def split_off(cls, given: dict[str, Any]) -> tuple[GrowthOptions, dict[str, Any]]:

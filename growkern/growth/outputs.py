@@ -163,5 +163,12 @@ def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def largest_difference(new: Tensor, old: Tensor, least: float = 0.0) -> float:
-    """The largest absolute difference of outputs over the largest output, or over `least`."""
+    """The largest absolute difference of outputs over the largest output, or over `least`.
+
+    Outputs that are not finite in both are left out.
+    """
+    compared = old.isfinite() | new.isfinite()
+    new, old = new[compared], old[compared]
+    if not old.numel():
+        return 0.0
     return ((new - old).abs().max() / old.abs().max().clamp(min=least)).item()

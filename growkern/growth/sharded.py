@@ -120,7 +120,12 @@ def grow_into(
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
     if missing not in get_args(Missing):
         raise GrowthError(f"missing is {missing!r}{nearest(str(missing), get_args(Missing))}")
-    opened = _opened(source, revision, family, dequantize=options.dequantize)
+    opened = open_source(
+        located(source, revision),
+        allow_nonfinite=True,
+        family=None if family is None else read_family(family),
+        dequantize=options.dequantize,
+    )
     refuse_unreadable(opened, in_memory=True)
     grown = plan_into(model, opened, options)
     check_into(model, grown, missing)
@@ -235,14 +240,6 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         refuse_flattened(name)
         named[own_name(name)] = tensor
     return named
-
-
-def _opened(
-    source: Any, revision: str | None, family: str | Path | None, *, dequantize: bool
-) -> Source:
-    own = None if family is None else read_family(family)
-    place = located(source, revision)
-    return open_source(place, allow_nonfinite=True, family=own, dequantize=dequantize)
 
 
 def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:

@@ -330,9 +330,9 @@ def test_plan_as_table_and_as_json(run, checkpoint):
     assert code == 0, err
     plan, found = growkern.plan(checkpoint, hidden_size=24, num_hidden_layers=3), json.loads(out)
     expected = plan.estimate(1, 1e4, 1e3)
-    assert {**found["estimate"], "expand_seconds": 0} == {**expected, "expand_seconds": 0}
+    assert found["estimate"] == expected
     assert found["measurements"] == list(plan.measurements())
-    assert found["advice"] == list(plan.advice(1e4, 1e3))
+    assert found["advice"] == list(plan.advice())
     half = json.loads(run("plan", checkpoint, *SIZES, "--dtype", "bfloat16", "--json")[1])
     assert 2 * half["estimate"]["disk_bytes"] == expected["disk_bytes"]
     assert found["verdict"] == list(plan.verdict(1e4))

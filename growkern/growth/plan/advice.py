@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from growkern.errors import GrowthError, human, warn
+from growkern.errors import GrowthError, warn
 from growkern.families import ModelSpec, inner
 from growkern.files import read_json
 from growkern.growth.history import forgotten
@@ -23,7 +23,7 @@ from growkern.growth.options import IS_FOR, PADDED, GrowthOptions, no_effect
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
 from growkern.growth.plan.measured import is_decoder
-from growkern.growth.plan.target import unread_in
+from growkern.growth.plan.target import expert_sides, unread_in
 from growkern.growth.source import config_directory
 from growkern.growth.space import (
     computed_head_dim,
@@ -37,10 +37,8 @@ from growkern.growth.space import (
 TOKENIZER, MOST_BYTES = "tokenizer.json", 200_000_000
 
 
-def warnings_of(
-    plan: Blueprint, tokens: float | None = None, source_tokens: float | None = None
-) -> Iterator[str]:
-    """At most three warnings, each from a paper: of the method, and of training on tokens."""
+def warnings_of(plan: Blueprint) -> Iterator[str]:
+    """What papers say against a method, in a growth that it is of."""
     options = plan.options
     copies = any(row["most"] > 1 for row in plan.maps().values())
     takes = any(task.upper for task in plan.tasks)
@@ -54,19 +52,6 @@ def warnings_of(
             "with aki, decoders start with a far higher loss than their source: 7.81 for a growth "
             "from 1.3B to 7B, where fpi kept the source's 2.97; measure it with "
             "`growkern verify --text` before you train (AquilaMoE, 2024)"
-        )
-    small, large = plan.parameters("source"), plan.parameters()
-    if tokens:
-        yield (
-            f"the model grows to {large / small:.1f} times its parameters and sees "
-            f"{human(tokens / large)} tokens for each: 2 times was most reliable, and gains were "
-            "largest below 20 tokens; far above that they shrank, or training from scratch was "
-            "faster (Mallik et al., arXiv 2605.13405)"
-        )
-    if source_tokens:
-        yield (
-            f"the source saw {human(source_tokens / small)} tokens per parameter: the more it was "
-            "trained, the less each further token gains (Liew and Kato, arXiv 2510.06548)"
         )
 
 
@@ -196,7 +181,7 @@ def _divides_less(plan: Blueprint) -> Iterator[str]:
 
 def portability(plan: Blueprint) -> Iterator[str]:
     """What to know before the target generates, trains or is loaded elsewhere, as sentences."""
-    small, large, options = plan.small, plan.large, plan.options
+    small, large = plan.small, plan.large
     if getattr(small.config, "auto_map", None):
         yield (
             "config.json names code of its own (auto_map): growkern does not run it, and takes the "
@@ -236,19 +221,15 @@ def portability(plan: Blueprint) -> Iterator[str]:
             "for the decoder: the target gets use_cache=False, which makes generation slower; grow "
             f"{field} too to keep the cache"
         )
-    experts = [t for t in large.tensors if len(t.axes) == 3 and large.is_of_experts(t)]
-    sizes = {size for tensor in experts for size in large.shapes[tensor.name][1:]}
     # its grouped products read rows of whole 16 bytes
-    if odd := sorted(size for size in sizes if size % 8):
+    if odd := sorted(size for size in expert_sides(large) if size % 8):
         yield (
             f"the experts' matrices have sides of {', '.join(map(str, odd))}: in 16 bits "
             "transformers runs them only with experts_implementation='eager', which is slow; "
             "multiples of 8 run fast"
         )
     yield from _divides_less(plan)
-    if options.portable:
-        yield f"portable: {'; '.join(_chosen(plan)) or 'nothing to choose in this family'}"
-    if (lost := plan.source.history.lost) and not options.is_baseline:
+    if (lost := plan.source.history.lost) and not plan.options.is_baseline:
         yield forgotten(lost)
 
 
@@ -373,15 +354,3 @@ def _heads(plan: Blueprint) -> Iterator[str]:
                 f"{field}={new} is not head_dim={large.head_dim()}: {_named(plan, 'scale')} wrong "
                 f"outputs, as it takes head_dim; {portable} makes them equal, which rounds weights"
             )
-
-
-def _chosen(plan: Blueprint) -> Iterator[str]:
-    """What `portable` chose."""
-    if plan.small.family.runtimes.get("head_dim"):
-        yield f"head_dim={plan.large.head_dim()} is {computed_head_dim(plan.large)}"
-    if (period := period_of(plan.small)) > 1:
-        yield f"layers are added in periods of {period}"
-    if plan.small.turning:
-        yield "rope_theta stays"
-    if field := plan.small.family.attention.field:
-        yield f"{field}={getattr(plan.large.text, field)}"

@@ -9,12 +9,11 @@ afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from growkern.families import SpaceSpec
 from growkern.growth.outputs import (
@@ -186,22 +185,13 @@ def measured_change(plan: Blueprint) -> float | None:
     dtype = torch.float64 if plan.parameters() <= LARGEST else torch.float32
     tokens = random_inputs(plan.source)
     try:
-        old, new = (
-            next(iter(_outputs_on(as_model(model, dtype), tokens).values()))
-            for model in (plan.source, grown)
-        )
+        models = [as_model(model, dtype) for model in (plan.source, grown)]
+        with Float64() if dtype == torch.float64 else nullcontext():
+            old, new = (next(iter(all_outputs(model, tokens).values())) for model in models)
     except Exception:
         # classes of transformers that need other inputs raise errors of any type
         return None
     return largest_difference(bounds.source_coordinates(plan, new, old.shape[-1]), old)
-
-
-def _outputs_on(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """`all_outputs` of a model, without casts to float32 if it is in float64."""
-    if model.dtype != torch.float64:
-        return all_outputs(model, tokens)
-    with Float64():
-        return all_outputs(model, tokens)
 
 
 def _width(plan: Blueprint) -> Iterator[Finding]:
@@ -321,7 +311,7 @@ def _upcycled(plan: Blueprint, upcycling: Upcycling, space: SpaceSpec) -> Iterat
         is_equal = options.router == "zero"
         yield Finding("exact", field, loses) if is_equal else _asked(field, f"on average {loses}")
         why = "the weights of all experts add up to 1"
-    if upcycling.has_pairs:
+    if options.has_pairs:
         why += "; noise cancels in pairs of copies, which are chosen together"
     yield Finding("exact", what, why)
     if options.drop and options.shared_expert == "zero":
@@ -355,6 +345,7 @@ def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
         return
     what = f"{plan.small.family.config_field('vocab')} {old} -> {new}"
     limit = bounds.largest_capped(plan.small)
+    is_eq16 = plan.options.aki == "eq16" and any(task.upper for task in plan.tasks)
     if not bounds.predicts_tokens(plan.large):
         yield Finding("exact", what, "no head predicts tokens, and old ones keep their rows")
     elif limit < bounds.LARGEST_LOGIT:
@@ -363,7 +354,7 @@ def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
     elif limit < math.inf and _is_changed(plan):
         why = "logits change, and the soft cap may then bend them so much that no bound holds"
         yield _asked(what, why)
-    elif _copies_differ(plan):
+    elif is_eq16 or any(_large_shares(plan)):
         why = "copies of hidden states differ, and the mean of the old rows then bounds no logit"
         yield _asked(what, why)
     else:
@@ -388,12 +379,6 @@ def _is_changed(plan: Blueprint) -> bool:
     return any(finding.level == "changed" for part in parts for finding in part(plan))
 
 
-def _copies_differ(plan: Blueprint) -> bool:
-    """True if the copies of a hidden state differ, by rows of other layers or by rounding."""
-    is_eq16 = plan.options.aki == "eq16" and any(task.upper for task in plan.tasks)
-    return is_eq16 or any(_large_shares(plan))
-
-
 def advanced_kinds(plan: Blueprint) -> set[str]:
     """Which of "heads" and "units" AKI takes from the next layer."""
     moving = [s for s in plan.layout.family.spaces.values() if s.kind in ("heads", "units")]
@@ -409,10 +394,8 @@ def _advanced(plan: Blueprint) -> Iterator[Finding]:
         yield Finding("exact", "aki", "a single layer has no next layer to take from: same as fpi")
     elif plan.options.aki == "eq16":
         yield _asked("aki", "the new output rows of every matrix come from the next layer")
-    elif kinds := advanced_kinds(plan):
-        named = {"heads": "heads", "units": "FFN units"}
-        what = " and ".join(text for kind, text in named.items() if kind in kinds)
-        yield _asked(f"new {what}", "taken from the next layer")
+    elif what := _new_parts(advanced_kinds(plan)):
+        yield _asked(what, "taken from the next layer")
     else:
         yield Finding("exact", "aki", "no new heads or FFN units: same as fpi")
 
@@ -421,10 +404,15 @@ def _fresh(plan: Blueprint) -> Iterator[Finding]:
     if plan.options.method != "fresh":
         return
     spaces = plan.layout.family.spaces.values()
-    new = {s.kind for s in spaces if plan.layout.untrained_units(s.name).any()}
+    if what := _new_parts({s.kind for s in spaces if plan.layout.untrained_units(s.name).any()}):
+        yield Finding("exact", what, "they begin untrained, and nothing reads them yet")
+
+
+def _new_parts(kinds: Set[str]) -> str:
+    """The name of new heads and FFN units, if spaces of their kinds have some."""
     named = {"heads": "heads", "units": "FFN units"}
-    if what := " and ".join(text for kind, text in named.items() if kind in new):
-        yield Finding("exact", f"new {what}", "they begin untrained, and nothing reads them yet")
+    what = " and ".join(text for kind, text in named.items() if kind in kinds)
+    return what and f"new {what}"
 
 
 def _head(plan: Blueprint) -> Iterator[Finding]:

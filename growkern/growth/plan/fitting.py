@@ -8,7 +8,7 @@ every head of the source. So sizes are tried, cheapest first, until the config c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -28,7 +28,6 @@ from growkern.growth.plan.target import (
 )
 
 Made = TypeVar("Made")
-Make = Callable[[ModelSpec], object]
 # by the names of the family's table
 Sizes = dict[str, int]
 # how far from a size that does not fit a near one is looked for, and how many targets are tried
@@ -67,16 +66,6 @@ def _checked(small: ModelSpec, asked: Sizes, sizes: Sizes) -> ModelSpec:
     layers = (*[0] * (new - 1), old - 1) if old else (0,) * new
     finish_target(small, large, layers, torch.float32)
     return large
-
-
-def _first_fit(small: ModelSpec, candidates: Iterable[Sizes], make: Make) -> Sizes | None:
-    """The first of some given sizes that fit together."""
-    tries = ((asked, sizes) for asked in candidates for sizes in _completions(small, asked))
-    for asked, sizes in islice(tries, MOST_TRIED):
-        with contextlib.suppress(GrowthError):
-            make(_checked(small, asked, sizes))
-            return asked
-    return None
 
 
 def _completions(small: ModelSpec, asked: Sizes) -> Iterator[Sizes]:
@@ -121,7 +110,7 @@ def _key_heads(small: ModelSpec, asked: Sizes, count: int) -> int | None:
     return next((kv for kv in fit if count == kv * group), fit[0] if fit else 0)
 
 
-def _nearest(small: ModelSpec, asked: Sizes, make: Make) -> str:
+def _nearest(small: ModelSpec, asked: Sizes, make: Callable[[ModelSpec], object]) -> str:
     """The end of an error message: for every given size the nearest that fit with the others."""
     hints = []
     # what fits these does not depend on the other sizes, and the error says it
@@ -135,8 +124,12 @@ def _nearest(small: ModelSpec, asked: Sizes, make: Make) -> str:
         for side in (below, range(value + 1, value + REACH)):
             changed = ({**asked, key: size} for size in side)
             growing = (c for c in changed if any(c[name] != small.size(name) for name in c))
-            if fit := _first_fit(small, growing, make):
-                near.append(str(fit[key]))
+            tries = ((c, sizes) for c in growing for sizes in _completions(small, c))
+            for fit, sizes in islice(tries, MOST_TRIED):
+                with contextlib.suppress(GrowthError):
+                    make(_checked(small, fit, sizes))
+                    near.append(str(fit[key]))
+                    break
         if near:
             hints.append(f"{small.family.config_field(key)}={' or '.join(near)}")
     return f"; nearest sizes that fit: {', or '.join(hints)}" if hints else ""

@@ -112,7 +112,7 @@ class GrowthPlan(Blueprint):
     def estimate(
         self, ranks: int = 1, tokens: float | None = None, source_tokens: float | None = None
     ) -> dict[str, Any]:
-        """Memory, disk, time and FLOPs; see `growkern.growth.plan.pieces.estimate`."""
+        """Memory, disk and FLOPs; see `growkern.growth.plan.pieces.estimate`."""
         return estimate(self, ranks, tokens, source_tokens)
 
     def measurements(self) -> tuple[dict[str, Any], ...]:
@@ -128,11 +128,9 @@ class GrowthPlan(Blueprint):
         """What the measurements nearest to these tokens say: grow, train from scratch or try."""
         return verdict(self, tokens)
 
-    def advice(
-        self, tokens: float | None = None, source_tokens: float | None = None
-    ) -> tuple[str, ...]:
-        """At most three warnings from papers; see `growkern.growth.plan.advice`."""
-        return tuple(warnings_of(self, tokens, source_tokens))
+    def advice(self) -> tuple[str, ...]:
+        """What papers say against its method; see `growkern.growth.plan.advice`."""
+        return tuple(warnings_of(self))
 
     def portability(self) -> tuple[str, ...]:
         """What other software, and generation, make of the target (`plan.advice`)."""
@@ -201,7 +199,7 @@ class GrowthPlan(Blueprint):
             self.estimate(ranks, tokens, source_tokens),
             ranks,
             tokens,
-            (*filter(None, [self.needs]), *self.portability(), *self.advice(tokens, source_tokens)),
+            (*filter(None, [self.needs]), *self.portability(), *self.advice()),
             verbose,
             self.source.stored.way,
         )
@@ -332,53 +330,42 @@ def plan_growth(
 ) -> GrowthPlan:
     """`plan` for a source that is already open; unless it is `judged`, no weights are read."""
     with in_given_names(opened.spec.text, options.to, dims):
-        return _plan_growth(opened, options, dims, target_config, dtype, judged)
+        dtype = dtype or opened.dtype
+        if dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise GrowthError(
+                f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
+            )
+        if target_config is not None and not hasattr(target_config, "model_type"):
+            raise GrowthError(
+                f"target_config is a {type(target_config).__name__}, but must be a config of "
+                "transformers: give one, or the sizes alone by name"
+            )
 
+        dims = {**dims}
+        count, fields = way_of(options.depth).count(), opened.spec.family.stacks.values()
+        if count is not None and target_config is None and len(fields) == 1:
+            dims.setdefault(opened.spec.family.config_field(*fields), count)
+        has_file, is_known = options.router not in ROUTERS, MARK in options.router
+        if has_file and not is_known:
+            options = with_checksum(options)
+        opened, options = as_mixture(opened, options, dims, target_config)
 
-def _plan_growth(
-    opened: Source,
-    options: GrowthOptions,
-    dims: dict[str, Any],
-    target_config: Any | None,
-    dtype: torch.dtype | None,
-    judged: bool,
-) -> GrowthPlan:
-    dtype = dtype or opened.dtype
-    if dtype not in DTYPES:
-        allowed = ", ".join(map(str, DTYPES))
-        raise GrowthError(
-            f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
-        )
-    if target_config is not None and not hasattr(target_config, "model_type"):
-        raise GrowthError(
-            f"target_config is a {type(target_config).__name__}, but must be a config of "
-            "transformers: give one, or the sizes alone by name"
-        )
+        def make(large: ModelSpec) -> GrowthPlan:
+            if target_config is None:
+                large = follow_heads(opened.spec, large, dtype, always=options.portable)
+            return _plan_for(opened, options, large, dtype)
 
-    dims = {**dims}
-    count, fields = way_of(options.depth).count(), opened.spec.family.stacks.values()
-    if count is not None and target_config is None and len(fields) == 1:
-        dims.setdefault(opened.spec.family.config_field(*fields), count)
-    has_file, is_known = options.router not in ROUTERS, MARK in options.router
-    if has_file and not is_known:
-        options = with_checksum(options)
-    opened, options = as_mixture(opened, options, dims, target_config)
-
-    def make(large: ModelSpec) -> GrowthPlan:
-        if target_config is None:
-            large = follow_heads(opened.spec, large, dtype, always=options.portable)
-        return _plan_for(opened, options, large, dtype)
-
-    made = made_to_fit(opened.spec, dims, target_config, make)
-    if made.upcycling:
-        made.upcycling.check_sizes(made.large)
-    if has_file and (judged or not is_known):
-        check_centroids(made)
-    if judged:
-        # findings may read norm weights, and the source may be gone when someone asks for them
-        with cpu_by_default():
-            _ = made.findings
-    return made
+        made = made_to_fit(opened.spec, dims, target_config, make)
+        if made.upcycling:
+            made.upcycling.check_sizes(made.large)
+        if has_file and (judged or not is_known):
+            check_centroids(made)
+        if judged:
+            # findings may read norm weights, and the source may be gone when someone asks for them
+            with cpu_by_default():
+                _ = made.findings
+        return made
 
 
 def as_mixture(

@@ -15,7 +15,6 @@ from growkern.errors import GrowthError
 from growkern.growth.options import check_tokens, parse_size
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.stored import PIECE_BYTES, row_blocks
-from growkern.ops.expand import cpu_bytes_per_second
 
 # more workers than this only wait for the disk; further cores share the rows of a piece
 MOST_WORKERS = 8
@@ -157,8 +156,6 @@ def estimate(
             trainer never holds.
         flops_per_token: training FLOPs per token of the target.
         flops, source_flops: of training target and source on their tokens; None without tokens.
-        expand_seconds: time to expand the weights on this machine's CPU, from a short probe.
-            Growth onto disk takes longer by the time to read and write the bytes above.
     """
     check_tokens(tokens, source_tokens)
     each = _most_in_work(plan)
@@ -185,5 +182,4 @@ def estimate(
         "flops_per_token": plan.flops_per_token(),
         "flops": tokens and plan.flops_per_token() * tokens,
         "source_flops": source_tokens and plan.flops_per_token("source") * source_tokens,
-        "expand_seconds": size / cpu_bytes_per_second(plan.dtype),
     }

@@ -64,7 +64,11 @@ def plan_table(
     if by_level:
         parts.append(_why(by_level))
     if verbose:
-        parts += [_maps(plan), *map(Text, _layer_lines(plan))]
+        parts.append(_maps(plan))
+        for stack, layers in plan.layer_maps.items():
+            new = ("*" if (stack, i) in plan.inserted else "" for i in range(len(layers)))
+            labels = map("{}{}".format, layers, new)
+            parts.append(Text(f"{stack} layers from: {' '.join(labels)}".lstrip()))
     if tokens and verbose:
         # one line each, however narrow the terminal
         parts.append(Text("\n".join(listed(plan, tokens)), no_wrap=True, overflow="ignore"))
@@ -109,11 +113,10 @@ def _growing(numbers: Mapping[str, Any], verbose: bool) -> list[Text]:
         f"{of['stream_peak_bytes']} of memory besides PyTorch"
     ]
     if verbose:
-        lines += [
-            f"  expanding the weights alone, on this CPU: {numbers['expand_seconds']:.2g} s",
+        lines.append(
             f"  growing into a model, each process: {of['rank_bytes']} of weights, "
-            f"{of['rank_peak_bytes']} at the peak",
-        ]
+            f"{of['rank_peak_bytes']} at the peak"
+        )
     return [Text(line) for line in lines]
 
 
@@ -146,14 +149,3 @@ def _maps(plan: Blueprint) -> Table:
         copies = str(few) if few == most else f"{few}-{most}"
         maps.add_row(name, str(row["source"]), str(row["target"]), copies, str(row["extra"] or ""))
     return maps
-
-
-def _layer_lines(plan: Blueprint) -> list[str]:
-    lines = []
-    for stack, layers in plan.layer_maps.items():
-        labels = (
-            f"{source}*" if (stack, layer) in plan.inserted else str(source)
-            for layer, source in enumerate(layers)
-        )
-        lines.append(f"{stack} layers from: {' '.join(labels)}".lstrip())
-    return lines

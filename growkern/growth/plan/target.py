@@ -111,7 +111,9 @@ def finish_target(
     if large.short_cache:
         config.use_cache = False
     finished = small.with_config(config)
-    if config._experts_implementation in (None, "grouped_mm") and not _can_group(finished, dtype):
+    # grouped products, the default, take no float64, and read rows of whole 16 bytes
+    odd = any(dtype == torch.float64 or x * dtype.itemsize % 16 for x in expert_sides(finished))
+    if odd and config._experts_implementation in (None, "grouped_mm"):
         config._experts_implementation = "eager"
     _validate(small, finished)
     return finished
@@ -145,12 +147,10 @@ def _follow_older(family: Family, source: Any, text: Any) -> None:
             setattr(text, older.field, older.value(vars(text), now))
 
 
-def _can_group(model: ModelSpec, dtype: torch.dtype) -> bool:
-    """Whether grouped products, the default of transformers, can compute the experts of a model."""
+def expert_sides(model: ModelSpec) -> set[int]:
+    """The sides of the matrices of experts."""
     experts = [t.name for t in model.tensors if len(t.axes) == 3 and model.is_of_experts(t)]
-    sides = {side for name in experts for side in model.shapes[name][1:]}
-    # they take no float64, and read rows of whole 16 bytes
-    return not any(dtype == torch.float64 or side * dtype.itemsize % 16 for side in sides)
+    return {side for name in experts for side in model.shapes[name][1:]}
 
 
 def follow_heads(
@@ -350,13 +350,16 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     repeats = family.classes[small.class_name].repeats
     may_differ |= {str(family.under), *(x.removeprefix(f"{family.under}.") for x in repeats)}
     old, new = (_flat(config.to_dict(), family.under) for config in (source, target))
+    # both divide scores by the root of their head_dim
+    models, scale = (small, small.with_config(target)), str(family.attention.field)
+    has_head_dim = scale in old and all(getattr(m.text, scale) == m.head_dim() for m in models)
     changed = [
         name
         for name in sorted(old.keys() & new.keys())
         if old[name] != new[name]
         and name not in may_differ
         and name.rpartition(".")[2] not in NOT_SIZES
-        and not (name == family.attention.field and _is_head_dim(small, target))
+        and not (name == scale and has_head_dim)
         # the meaning of a token changes no logits
         and not (name.endswith("_token_id") and None in (old[name], new[name]))
     ]
@@ -383,12 +386,6 @@ def _flat(config: dict[str, Any], under: str | None) -> dict[str, Any]:
         # whatever the numbers of the layers
         result[BY_LAYER] = sorted({str(value) for value in own.values()})
     return result
-
-
-def _is_head_dim(small: ModelSpec, target: Any) -> bool:
-    """True if source and target divide scores by the root of their head_dim, by a config field."""
-    field = str(small.family.attention.field)
-    return all(getattr(m.text, field) == m.head_dim() for m in (small, small.with_config(target)))
 
 
 def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> None:

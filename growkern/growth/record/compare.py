@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,27 +56,15 @@ FAILING = "share of outputs not finite"
 NOT_COMPARED = {"growkern", "findings"}
 
 
-def version_notes(lineage: Lineage) -> list[str]:
-    """One line per package that had another version when the checkpoint was grown."""
+def notes_of(lineage: Lineage) -> list[str]:
+    """One line if the weights are not those of the growth, and one per package that changed."""
     then = lineage.data.get("versions", {})
-    return [
-        f"{lineage.file}: grown with {name} {then.get(name)}, this is {version}"
-        for name, version in versions().items()
-        if then.get(name) != version
-    ]
-
-
-def training_notes(lineage: Lineage) -> list[str]:
-    """One line if the weights are not those of the growth any more."""
-    line = f"{lineage.file}: the weights were trained or changed after the growth"
-    return [line] if lineage.data.get(TRAINED) else []
-
-
-def failing_notes(outputs: Mapping[str, float]) -> list[str]:
-    """One line if outputs could not be compared, as both models compute NaN or infinity."""
-    if not (share := outputs.get(FAILING)):
-        return []
-    return [f"{share:.0%} of the outputs are not finite in both models, and were not compared"]
+    lines = ["the weights were trained or changed after the growth"]
+    lines = lines if lineage.data.get(TRAINED) else []
+    for name, now in versions().items():
+        if then.get(name) != now:
+            lines.append(f"grown with {name} {then.get(name)}, this is {now}")
+    return [f"{lineage.file}: {line}" for line in lines]
 
 
 def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
@@ -143,11 +131,6 @@ class _Compared(NamedTuple):
     inverse: float | None
     within: bool
 
-    @property
-    def rank(self) -> tuple[float, str]:
-        """Those that fail come above those with larger errors that rounding explains."""
-        return max(self.rebuilt, self.inverse or 0.0) + (0 if self.within else 1e9), self.name
-
 
 def compare_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
     """Compare every tensor of a grown model with the plan's, and by the inverse with the source."""
@@ -164,7 +147,8 @@ def compare_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
             len(found),
             max(x.rebuilt for x in found),
             max((x.inverse for x in found if x.inverse is not None), default=None),
-            max(found, key=lambda x: x.rank).name,
+            # those that fail come above those with larger errors that rounding explains
+            max(found, key=lambda x: (not x.within, max(x.rebuilt, x.inverse or 0), x.name)).name,
             all(x.within for x in found),
         )
         for kind, found in by_kind.items()
@@ -321,7 +305,7 @@ def compare_outputs(
     new = source_coordinates(plan, whole, old.shape[-1])
     # both compute NaN or infinity there: nothing to compare
     failing = ~old.isfinite() & ~new.isfinite()
-    result = {OUTPUT_ERROR: _largest_difference(new, old, failing, least)}
+    result = {OUTPUT_ERROR: largest_difference(new, old, least)}
     if predicts_tokens(plan.small):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         # rounding may make the sum of a row negative, which no divergence is
@@ -356,7 +340,7 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
         for weight in moved.parameters():
             up = torch.randint(0, 2, weight.shape, generator=rng).to(weight) * 2 - 1
             weight += up * limits.eps * weight.abs().clamp(min=limits.tiny)
-        worst = max(worst, *_errors_of(plan, source, moved, tokens))
+        worst = max(worst, *errors_of(plan, source, moved, tokens))
     return worst
 
 
@@ -365,10 +349,11 @@ def planned_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
     """How far errors of norms and positions, as the target has, move the outputs of the source."""
     moved = copy.deepcopy(source)
     add_errors(plan, moved)
-    return max(_errors_of(plan, source, moved, tokens))
+    return max(errors_of(plan, source, moved, tokens))
 
 
-def _errors_of(plan: GrowthPlan, source: Any, moved: Any, *texts: Tensor) -> list[float]:
+@torch.no_grad()
+def errors_of(plan: GrowthPlan, source: Any, moved: Any, *texts: Tensor) -> list[float]:
     """The relative errors of a source that was moved, with a cache or without.
 
     The largest change on any of the texts counts, relative to the largest output on the first.
@@ -379,17 +364,6 @@ def _errors_of(plan: GrowthPlan, source: Any, moved: Any, *texts: Tensor) -> lis
     if source.can_generate():
         errors += generation_error(plan, source, moved, texts[0]).values()
     return errors
-
-
-@torch.no_grad()
-def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -> float:
-    """How far arithmetic in 16 bits moves the outputs of the source, with a cache or without.
-
-    `narrow` and `wide` are the source in 16 bits and in float32. Random texts count too, as a few
-    outputs alone may change little by chance.
-    """
-    texts = random_inputs(plan.source, SEED, FEW_TEXTS)
-    return max(_errors_of(plan, wide, narrow, tokens, texts))
 
 
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
@@ -421,14 +395,7 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     is_same = differ.cumsum(1) - differ == 0
     size = old.shape[-1]
     old, new = old[:, :count][is_same], new[:, :count, :size][is_same]
-    return {"generation error": _largest_difference(new, old, ~old.isfinite() & ~new.isfinite())}
-
-
-def _largest_difference(new: Tensor, old: Tensor, failing: Tensor, least: float = 0.0) -> float:
-    """`largest_difference` without the outputs that fail in both models."""
-    if bool(failing.all()):
-        return 0.0
-    return largest_difference(new.masked_fill(failing, 0.0), old.masked_fill(failing, 0.0), least)
+    return {"generation error": largest_difference(new, old)}
 
 
 def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tuple[Tensor, Tensor]:

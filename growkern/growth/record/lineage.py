@@ -56,7 +56,7 @@ from growkern.growth.source import (
     name_of,
     read_config,
 )
-from growkern.growth.space import Layer, Space, class_that_became, upcycled
+from growkern.growth.space import class_that_became, upcycled
 from growkern.ops.expand import DTYPES as GROWN_DTYPES
 from growkern.package import version
 
@@ -106,32 +106,24 @@ def origin_of(plan: GrowthPlan, task: Task) -> dict[str, Any]:
 
 
 def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:
-    """All spaces that the growth uses, by `space_key`, as JSON data."""
+    """All spaces that the growth uses as JSON data, by their names, as NAME@LAYER in some."""
     result = {}
     for task in plan.tasks:
         axes = {name for axis in task.tensor.axes for name in axis.partition(":")[2].split("|")}
         for name in sorted(axes.union(task.tensor.norm or ()) - {""}):
-            key = space_key(*plan.layout.key(name, task.source_layer))
+            _, layer = plan.layout.key(name, task.source_layer)
+            key = name if layer is None else f"{name}@{layer}"
             if key not in result:
-                result[key] = space_to_dict(plan.layout.space(name, task.source_layer))
+                space = plan.layout.space(name, task.source_layer)
+                result[key] = {
+                    "source": space.source,
+                    "write_index": index_text(space.write_index),
+                    "write": value_text(space.write),
+                    "read_index": index_text(space.read_index),
+                    "read": value_text(space.read),
+                    "signs": list(space.signs),
+                }
     return result
-
-
-def space_key(name: str, layer: Layer) -> str:
-    """The name of a space in the lineage; `layer` is None if all layers share the space."""
-    return name if layer is None else f"{name}@{layer}"
-
-
-def space_to_dict(space: Space) -> dict[str, Any]:
-    """A space as JSON data, for the lineage."""
-    return {
-        "source": space.source,
-        "write_index": index_text(space.write_index),
-        "write": value_text(space.write),
-        "read_index": index_text(space.read_index),
-        "read": value_text(space.read),
-        "signs": list(space.signs),
-    }
 
 
 # ---------------------------------------------------------------------- texts
@@ -429,27 +421,23 @@ def other_source(source: Source, lineage: Lineage) -> str:
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     """Make the plan of a lineage again, for this source."""
+    before = lineage.dense_config
     try:
-        return _plan_from(source, lineage)
+        for name, (size, _) in lineage.sizes.items():
+            own = size if before is None else getattr(before, name, None)
+            has = value_of(source.spec.text, name, None)
+            # a field may have the size once for each layer
+            if has not in (own, None) and not (isinstance(has, list) and {*has} == {own}):
+                raise GrowthError(
+                    f"{lineage.file}: made from a model with {name}={own}, this source has {has}"
+                )
+        shown = lineage.shown(source)
+        return plan_growth(shown, lineage.options, {}, lineage.target_config, lineage.dtype)
     except GrowthError as error:
         if other := other_source(source, lineage):
             why = str(error).removeprefix(f"{lineage.file}: ")
             raise GrowthError(f"{other}: give that. It does not fit this one: {why}") from error
         raise
-
-
-def _plan_from(source: Source, lineage: Lineage) -> GrowthPlan:
-    before = lineage.dense_config
-    for name, (size, _) in lineage.sizes.items():
-        own = size if before is None else getattr(before, name, None)
-        other = value_of(source.spec.text, name, None)
-        # a field may have the size once for each layer
-        if other not in (own, None) and not (isinstance(other, list) and {*other} == {own}):
-            raise GrowthError(
-                f"{lineage.file}: made from a model with {name}={own}, this source has {other}"
-            )
-    shown = lineage.shown(source)
-    return plan_growth(shown, lineage.options, {}, lineage.target_config, lineage.dtype)
 
 
 # --------------------------------------------------------- without the source

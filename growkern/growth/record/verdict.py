@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
+from growkern.errors import listed
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, Finding, GrowthPlan, token_ids
 from growkern.growth.source import Source
 
@@ -123,35 +124,20 @@ def _bounds(plan: GrowthPlan, measure: str) -> list[float]:
 
 
 def differences(source: Source, grown: Source) -> str:
-    """What differs between two models beside their functions, in one line; "" if nothing does."""
-    return _generation_differences(source, grown) or _token_differences(source, grown)
+    """What differs between two models beside their functions, in one line; "" if nothing does.
 
-
-def _generation_differences(source: Source, grown: Source) -> str:
-    """The settings of generation that differ from the source's, in one line; "" if none do.
-
-    With other settings a model chooses other tokens from the same logits.
+    With other settings of generation a model chooses other tokens from the same logits. With other
+    ids of tokens, the same text gives other outputs.
     """
-    if source.generation is None or not getattr(transformers, source.class_name).can_generate():
-        return ""
-    old, new = _token_settings(source.generation), _token_settings(grown.generation)
-    differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    if not differ:
-        return ""
-    named = ", ".join(differ[:MOST_NAMED]) + (", ..." if len(differ) > MOST_NAMED else "")
-    return (
-        f"the generation_config is not the source's, so other tokens may be generated: {named}; "
-        "copy the source's generation_config"
-    )
-
-
-def _token_differences(source: Source, grown: Source) -> str:
-    """The tokens with other ids than the source's, in one line; "" if none are known.
-
-    The same text then gives other outputs.
-    """
-    old, new = token_ids(source.directory), token_ids(grown.directory)
-    count = sum(new.get(token, number) != number for token, number in old.items())
+    if source.generation is not None and getattr(transformers, source.class_name).can_generate():
+        old, new = _token_settings(source.generation), _token_settings(grown.generation)
+        if differ := [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
+            return (
+                "the generation_config is not the source's, so other tokens may be generated: "
+                f"{listed(differ, MOST_NAMED)}; copy the source's generation_config"
+            )
+    ids, others = token_ids(source.directory), token_ids(grown.directory)
+    count = sum(others.get(token, number) != number for token, number in ids.items())
     words = "tokenizer.json is not the source's, so the same text gives other outputs: other ids"
     return f"{words} for {count} tokens; copy the source's tokenizer" if count else ""
 

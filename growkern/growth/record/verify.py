@@ -159,8 +159,7 @@ def verify(
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)
         plan, other = plan_from_lineage(opened, record), other_source(opened, record)
-        wrong = compare.contradictions(record, plan)
-        notes = [*compare.training_notes(record), *compare.version_notes(record)]
+        wrong, notes = compare.contradictions(record, plan), compare.notes_of(record)
     else:
         own = getattr(grown, "growth_plan", None)
         if own is None:
@@ -189,6 +188,8 @@ def verify(
         failure = f"the lineage disagrees with this growth: {listed(wrong, 1)}"
     if differing := verdict.differences(opened, opened_grown):
         failure, level = failure or differing, "changed"
+    if share := outputs.get(compare.FAILING):
+        notes.append(f"{share:.0%} of the outputs are not finite in both models: not compared")
     return VerifyReport(
         not failure,
         plan,
@@ -197,7 +198,7 @@ def verify(
         tokens.numel() if opened.spec.input == "tokens" else len(tokens),
         failure,
         tuple(wrong),
-        (*notes, *compare.failing_notes(outputs)),
+        tuple(notes),
         level,
         verdict.stated_bound(plan, outputs, dtype),
     )
@@ -246,28 +247,21 @@ def _compare(
     outputs = compare.compare_outputs(plan, old, new, tokens, labels)
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     del new
-    outputs |= _roundings(plan, source[0], old, coarsest, tokens)
-    return outputs, coarsest if coarsest.itemsize > 2 else torch.float32
+    # how far 16 bits move the outputs of a source that is too large for float64
+    wide = old if old.dtype.itemsize > 2 else as_model(source[0], torch.float32)
+    outputs |= _samples(plan, wide, tokens, plan.rounds_weights)
+    if coarsest.itemsize > 2:
+        return outputs, coarsest
+    narrow = old if old.dtype == coarsest else as_model(source[0], coarsest)
+    # random texts count too, as a few outputs alone may change little by chance
+    texts = random_inputs(plan.source, compare.SEED, compare.FEW_TEXTS)
+    errors = compare.errors_of(plan, wide, narrow, tokens, texts)
+    return {**outputs, verdict.ARITHMETIC_ERROR: max(errors)}, torch.float32
 
 
 def float32_model(source: Source, given: Any) -> Any:
     """A source as a float32 model; a model in memory that was given is returned as it is."""
     return as_model(source, torch.float32) if isinstance(given, (str, Path)) else given
-
-
-def _roundings(
-    plan: GrowthPlan, source: Source, old: Any, coarsest: torch.dtype, tokens: Tensor
-) -> dict[str, float]:
-    """How far rounding to 16 bits moves the outputs of a source that is too large for float64.
-
-    `old` is the source as it was run; `coarsest` the dtype that it or the grown model was run in.
-    """
-    wide = old if old.dtype.itemsize > 2 else as_model(source, torch.float32)
-    result = _samples(plan, wide, tokens, plan.rounds_weights)
-    if coarsest.itemsize == 2:
-        narrow = old if old.dtype == coarsest else as_model(source, coarsest)
-        result[verdict.ARITHMETIC_ERROR] = compare.arithmetic_error(plan, narrow, wide, tokens)
-    return result
 
 
 def _samples(plan: GrowthPlan, source: Any, tokens: Tensor, is_rounded: bool) -> dict[str, float]:

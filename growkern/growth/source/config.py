@@ -159,7 +159,15 @@ def check_config(
             f"{file}: transformers {transformers.__version__} has no model_type {kind[:100]!r}; "
             "code of a checkpoint is never run"
         )
-    check_config_values(file, data, transformers.CONFIG_MAPPING[kind], family)
+    config_class = transformers.CONFIG_MAPPING[kind]
+    check_names(file, data, config_class)
+    faults = (
+        *(_of_code(data), _of_tables(data)),
+        _of_sizes(family, data, getattr(config_class, "attribute_map", {})),
+        *(_of_value(name, value) for name, value in _entries(data)),
+    )
+    for fault in chain.from_iterable(faults):
+        raise GrowthError(f"{file}: {fault}")
 
 
 def check_sizes_and_activation(file: Path, model: ModelSpec) -> None:
@@ -173,20 +181,6 @@ def check_sizes_and_activation(file: Path, model: ModelSpec) -> None:
 
     if name not in ACT2FN:
         raise GrowthError(f"{file}: {activation}={name!r}{nearest(str(name), ACT2FN)}")
-
-
-def check_config_values(
-    file: Path, data: dict[str, Any], config_class: type, family: Family | None
-) -> None:
-    """Check all values of a config; `family` is None where growkern has no table for it."""
-    check_names(file, data, config_class)
-    faults = (
-        *(_of_code(data), _of_tables(data)),
-        _of_sizes(family, data, getattr(config_class, "attribute_map", {})),
-        *(_of_value(name, value) for name, value in _entries(data)),
-    )
-    for fault in chain.from_iterable(faults):
-        raise GrowthError(f"{file}: {fault}")
 
 
 def check_layers(place: Path, config: Mapping[str, Any], tensors: int) -> None:

@@ -35,8 +35,8 @@ from growkern.growth.source.pickles import UNREADABLE, brief, read_metadata, rea
 from growkern.growth.source.refused import METADATA_FILE
 from growkern.growth.stored import StoredTensor, consecutive
 
-# corners of the pieces of a tensor: a million pieces that are divided along two axes
-MOST_CORNERS = 1 << 22
+# boxes between the edges of a tensor's pieces: as many as pieces that are cut evenly
+MOST_BOXES = 1 << 22
 
 
 class SafeReader(FileSystemReader):
@@ -127,35 +127,29 @@ def bounds_of(chunks: Sequence[ChunkStorageMetadata], axes: int) -> tuple[np.nda
 
 
 def wrong_pieces(size: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> str | None:
-    """Why pieces do not fill a tensor exactly once, as a phrase; None if they do.
-
-    A piece is the product of differences of steps at its corners. Pieces fill a tensor exactly once
-    if the steps at their corners cancel, up to those at the corners of the tensor. So the work
-    grows with the number of pieces, not with its square.
-    """
+    """Why pieces do not fill a tensor exactly once, as a phrase; None if they do."""
     if (stops > np.array(size, np.int64)).any():
         return f"a piece ends beyond it, at {tuple(stops.max(0).tolist())}"
-    if 0 in size:
-        return None
     volumes = (stops - starts).prod(1)
-    missing = math.prod(size) - int(volumes.sum())
-    if missing > 0:
-        return f"{missing} entries lie in no piece"
+    if missing := math.prod(size) - int(volumes.sum()):
+        return f"{missing} entries lie in no piece" if missing > 0 else "pieces overlap"
     starts, stops = starts[volumes > 0], stops[volumes > 0]
-    # axes that no piece divides tell nothing
-    divided = [a for a, n in enumerate(size) if ((starts[:, a] > 0) | (stops[:, a] < n)).any()]
-    if len(starts) << len(divided) > MOST_CORNERS:
-        return f"{len(starts)} pieces, divided along {len(divided)} axes, are too many"
-    places, steps = np.zeros(len(starts) + 1, np.int64), np.ones(len(starts) + 1, np.int64)
-    steps[-1] = -1
-    for axis in divided:
-        first, last = np.append(starts[:, axis], 0), np.append(stops[:, axis], size[axis])
-        count = len(places) // len(first)
-        above = places * (size[axis] + 1)
-        places = np.concatenate([above + np.tile(first, count), above + np.tile(last, count)])
-        steps = np.concatenate([steps, -steps])
-    _, inverse = np.unique(places, return_inverse=True)
-    return "pieces overlap" if np.bincount(inverse, steps).any() else None
+    # all edges of pieces cut the tensor into boxes: each box must lie in one piece
+    edges = [np.unique([starts[:, axis], stops[:, axis]]) for axis in range(len(size))]
+    if math.prod(map(len, edges)) > MOST_BOXES:
+        return f"{len(starts)} pieces, with edges at {[*map(len, edges)]} places, are too many"
+    places = [
+        [np.searchsorted(own, ends[:, axis]) for ends in (starts, stops)]
+        for axis, own in enumerate(edges)
+    ]
+    # the number of pieces rises at the first corner of a piece, and falls behind it
+    filled = np.zeros([*map(len, edges)], np.int64)
+    for corner in product((0, 1), repeat=len(size)):
+        at = tuple(own[end] for own, end in zip(places, corner, strict=True))
+        np.add.at(filled, at, (-1) ** sum(corner))
+    for axis in range(len(size)):
+        filled = filled.cumsum(axis)
+    return "pieces overlap" if (filled[(slice(-1),) * len(size)] != 1).any() else None
 
 
 # prefixes of the model's tensors in a larger state dict

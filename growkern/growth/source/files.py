@@ -356,19 +356,16 @@ def _check_places(entries: Mapping[str, Mapping[str, Any]], data_start: int, siz
         raise ValueError(f"it has {size} bytes, its header says {data_start + end}")
 
 
-def link_boundary(directory: Path) -> Path:
-    """The directory that links may not leave: the checkpoint, or its repository in a Hub cache."""
-    real = directory.resolve()
-    # models--ORG--NAME/snapshots/REVISION holds links into models--ORG--NAME/blobs
-    if real.parent.name == "snapshots" and (real.parents[1] / "blobs").is_dir():
-        return real.parents[1]
-    return real
-
-
 def stays_in(file: Path, directory: Path) -> bool:
-    """Whether a path below a directory, with all links followed, ends inside its root."""
+    """Whether a path below a directory, with all links followed, ends inside its root.
+
+    That is the checkpoint, or its repository in a cache of the Hub.
+    """
     try:
-        return file.resolve().is_relative_to(link_boundary(directory))
+        real = directory.resolve()
+        # models--ORG--NAME/snapshots/REVISION holds links into models--ORG--NAME/blobs
+        is_cached = real.parent.name == "snapshots" and (real.parents[1] / "blobs").is_dir()
+        return file.resolve().is_relative_to(real.parents[1] if is_cached else real)
     except (OSError, RuntimeError):
         # links in a circle
         return False

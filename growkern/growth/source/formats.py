@@ -21,7 +21,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,6 @@ OTHERS = (
     *("manifest.json", "run.json"),
 )
 LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
-# a tokenizer has ten
-MOST_FILES = 10_000
 OptimizerState = Mapping[str, Mapping[str, StoredTensor]]
 
 
@@ -200,13 +197,8 @@ def beside_weights(directory: Path) -> Iterator[Path]:
         if not any(fnmatch(file.name, pattern) for pattern in left_out)
         and not (file.is_dir() and (file != templates or files.stays_in(file, directory)))
     ]
-    inside = (
-        islice(templates.rglob("*"), MOST_FILES) if files.stays_in(templates, directory) else ()
-    )
-    beside = [*named, *sorted(file for file in inside if not file.is_dir())]
-    if len(beside) >= MOST_FILES:
-        raise GrowthError(f"{directory}: more than {MOST_FILES} files beside the weights")
-    yield from beside
+    inside = templates.rglob("*") if files.stays_in(templates, directory) else ()
+    yield from [*named, *sorted(file for file in inside if not file.is_dir())]
 
 
 CONFIG_FILE, MODULES_FILE = "config.json", "modules.json"
@@ -326,9 +318,7 @@ def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
     for folder in module_folders(place):
         inside = (place / folder).iterdir() if (place / folder).is_dir() else ()
         small += [inner for inner in inside if not any(fnmatch(inner.name, p) for p in STATE_FILES)]
-    with contextlib.suppress(GrowthError):
-        # too many files are refused where they are copied
-        small += beside_weights(place)
+    small += beside_weights(place)
     for file in dict.fromkeys(small):
         # links that lead out are not followed
         if file.is_file() and files.stays_in(file, place):

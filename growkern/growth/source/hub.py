@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from growkern.errors import GrowthError
 from growkern.growth.source.refused import (
-    KINDS,
     OTHER_WEIGHTS,
     QUANTISED,
     STATE_FILES,
@@ -136,8 +135,8 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
     else:
         names = {file.rfilename for file in info.siblings or ()}
         # a plan reads no weights
-        kinds = [kind for kind in KINDS if weights or kind is not QUANTISED]
-        refuse_files(name, {file for file in names if "/" not in file}, kinds=kinds)
+        left_out = () if weights else QUANTISED
+        refuse_files(name, {x for x in names if "/" not in x and x not in left_out})
     try:
         directory = snapshot_download(
             name,

@@ -309,10 +309,13 @@ def stacked(
                 raise GrowthError(
                     f"{where}: {raw} is there twice: remove the one that is out of date"
                 )
-    turned = {*model.transposed}
-    for raw in result if turned else ():
-        for name in turned.intersection(spellings(model, raw)):
-            result[raw] = _as_in_model(result[raw], model.shapes[name])
+    # files may swap the last two axes
+    swapped = {*model.transposed}
+    for raw, own in [*result.items()] if swapped else ():
+        for name in swapped.intersection(spellings(model, raw)):
+            shape = model.shapes[name]
+            turned = Transposed(own) if isinstance(own, Header) and len(shape) == 3 else own
+            result[raw] = turned if own.shape != shape == turned.shape else own
     tensors = {t.name: t for t, _ in chain.from_iterable(known.values())}
     for name, parts in joined.items():
         if name in result:
@@ -332,12 +335,6 @@ def _cut(stored: StoredTensor, shapes: Sequence[tuple[int, ...]], name: str) -> 
             f"{OTHER_CHECKPOINT}"
         )
     return [stored.part(*rows) for rows in pairwise(ends)]
-
-
-def _as_in_model(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """A tensor whose last two axes files may swap, in the order of the model, if one fits."""
-    turned = Transposed(stored) if isinstance(stored, Header) and len(shape) == 3 else stored
-    return turned if stored.shape != shape == turned.shape else stored
 
 
 def _joined(

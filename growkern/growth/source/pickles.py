@@ -12,11 +12,10 @@ import pickle
 import reprlib
 import struct
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -79,7 +78,13 @@ def read_metadata(directory: Path) -> Metadata:
         raise GrowthError(
             f"{file}: not the metadata of a distributed checkpoint: {brief(error)}"
         ) from error
-    _check_files(directory, {place.relative_path for place in metadata.storage_data.values()})
+    # it may name files elsewhere, or something that is no file
+    for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
+        if not stays_inside(name):
+            raise GrowthError(f"{file}: {reprlib.repr(name)} is not a file of the checkpoint")
+        refuse_links_out(directory / name, directory)
+        if (directory / name).exists():
+            regular_size(directory / name)
     return metadata
 
 
@@ -128,36 +133,11 @@ def _check(metadata: Any) -> None:
         if type(place.relative_path) is not str:
             raise ValueError(f"{key.fqn} has a piece that lies in no file")
         _check_counts(key.fqn, [place.offset, place.length])
-    if _share_bytes([place for place in metadata.storage_data.values() if place.length]):
-        raise ValueError("pieces share bytes of a file")
 
 
 def _check_counts(name: str, numbers: Sequence[Any]) -> None:
     if not all(type(n) is int and 0 <= n <= MOST_ENTRIES for n in numbers):
         raise ValueError(f"{name} has sizes or places that are no counts")
-
-
-def _share_bytes(places: Sequence[_StorageInfo]) -> bool:
-    """Whether two places overlap: what lies there would become the values of two tensors."""
-    numbers = {name: i for i, name in enumerate({place.relative_path for place in places})}
-    files = np.array([numbers[place.relative_path] for place in places], np.int64)
-    starts = np.array([place.offset for place in places], np.int64)
-    stops = starts + np.array([place.length for place in places], np.int64)
-    order = np.lexsort((starts, files))
-    files, starts, stops = files[order], starts[order], stops[order]
-    return bool(((files[1:] == files[:-1]) & (starts[1:] < stops[:-1])).any())
-
-
-def _check_files(directory: Path, names: Iterable[str]) -> None:
-    """Refuse metadata that names files elsewhere, or something that is no file."""
-    for name in sorted(names):
-        if not stays_inside(name):
-            raise GrowthError(
-                f"{directory / METADATA_FILE}: {reprlib.repr(name)} is not a file of the checkpoint"
-            )
-        refuse_links_out(directory / name, directory)
-        if (directory / name).exists():
-            regular_size(directory / name)
 
 
 def read_piece(

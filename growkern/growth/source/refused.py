@@ -8,10 +8,10 @@ files, quantised checkpoints by their config and by the dtypes of their tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.files import read_json
@@ -52,72 +52,54 @@ ORGANISATIONS = {
 }
 
 
-class Kind(NamedTuple):
-    """A kind of directory that cannot be grown."""
-
-    files: tuple[str, ...]  # patterns of names: a directory with such a file is of this kind
-    message: str  # completes "DIRECTORY holds ..."; may use {file}
-    always: bool = False  # also if whole weights lie beside the file
-
-
-QUANTISED = Kind(
-    (
-        *("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
-        "quantization_config.json",
-    ),
-    "quantised weights, by {file}: grow the checkpoint that they were made from, and quantise the "
-    "result",
-    always=True,  # config.json may say nothing of it
+QUANTISED = (
+    *("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+    "quantization_config.json",
 )
-KINDS = (
-    Kind(
-        (ADAPTER_FILE,),
+# refused beside whole weights too: transformers would load adapters and a model, and growth only
+# one of them, and a config may not say that its weights are quantised
+ALWAYS = (ADAPTER_FILE, *QUANTISED)
+# patterns of names -> what a directory with such a file holds, {file}, and what to do instead
+KINDS = {
+    (ADAPTER_FILE,): (
         "adapters of PEFT, not a whole model: load them with peft, and save what "
-        "merge_and_unload() returns",
-        always=True,  # transformers would load both, and growth only one of them
+        "merge_and_unload() returns"
     ),
-    QUANTISED,
-    Kind(
-        ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+    QUANTISED: (
+        "quantised weights, by {file}: grow the checkpoint that they were made from, and quantise "
+        "the result"
+    ),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"): (
         "only pickled weights (*.bin): load them with transformers and use save_pretrained, which "
-        "writes safetensors",
+        "writes safetensors"
     ),
-    Kind(
-        ("optimizer_groups.pt",),
+    ("optimizer_groups.pt",): (
         "only weights of a sharded run, in the parts of its processes: make a directory of them by "
-        "`growkern export`, or grow them",
+        "`growkern export`, or grow them"
     ),
-    Kind(
-        ("*.distcp",),
+    ("*.distcp",): (
         "only parts of a checkpoint of torch.distributed.checkpoint, without its .metadata: copy "
-        "that file too",
+        "that file too"
     ),
-    Kind(
-        ("*.gguf",),
+    ("*.gguf",): (
         "only weights in the format GGUF, which are usually quantised: grow the checkpoint that "
         "they were made from, or load them with from_pretrained(..., gguf_file={file!r}) and use "
-        "save_pretrained",
+        "save_pretrained"
     ),
-    Kind(
-        ("consolidated*.pth",),
+    ("consolidated*.pth",): (
         "only weights in the original format of Meta (consolidated*.pth): grow the version of the "
-        "model for transformers, whose weights are safetensors",
+        "model for transformers, whose weights are safetensors"
     ),
-    Kind(
-        ("tf_model*.h5", "flax_model*.msgpack"),
+    ("tf_model*.h5", "flax_model*.msgpack"): (
         "only weights of TensorFlow or Flax: load them with transformers 4 (from_tf=True or "
-        "from_flax=True) and use save_pretrained",
+        "from_flax=True) and use save_pretrained"
     ),
-    Kind(
-        ("*.onnx",),
-        "only a model in the format ONNX: grow the checkpoint that it was exported from",
-    ),
-    Kind(
-        ("modules.json",),
+    ("*.onnx",): "only a model in the format ONNX: grow the checkpoint that it was exported from",
+    ("modules.json",): (
         "a model of sentence-transformers whose weights lie in a folder: load it with a newer "
-        "version of sentence-transformers and use save",
+        "version of sentence-transformers and use save"
     ),
-)
+}
 
 # methods that growkern undoes itself; growth, with dequantize=True
 READ = ("fp8", "mxfp4")
@@ -173,16 +155,16 @@ def _meant(directory: Path) -> str:
     return ""
 
 
-def refuse_files(place: str, names: Collection[str], kinds: Iterable[Kind] = KINDS) -> None:
+def refuse_files(place: str, names: Collection[str]) -> None:
     """Refuse a source whose files show that it is of a kind that cannot be grown.
 
     `place` names it in the message: a directory, or an id on the Hub.
     """
     is_whole = any(fnmatch(name, pattern) for name in names for pattern in WHOLE)
-    for kind in kinds:
-        files = [n for n in sorted(names) for pattern in kind.files if fnmatch(n, pattern)]
-        if files and (kind.always or not is_whole):
-            raise GrowthError(f"{place} holds {kind.message.format(file=files[0])}")
+    for patterns, what in KINDS.items():
+        files = [n for n in sorted(names) for pattern in patterns if fnmatch(n, pattern)]
+        if files and (files[0] in ALWAYS or not is_whole):
+            raise GrowthError(f"{place} holds {what.format(file=files[0])}")
 
 
 def refuse_directory(directory: Path) -> None:
@@ -279,7 +261,7 @@ def scale_block(config: Any, directory: Path, *, dequantize: bool) -> tuple[int,
     if not method:
         # a second file may say it
         beside = config_directory(directory)
-        names = [name for name in QUANTISED.files if (beside / name).is_file()]
+        names = [name for name in QUANTISED if (beside / name).is_file()]
         refuse_files(str(directory), names)
         return None
     block = _block_of(values, str(directory)) if method == "fp8" else ()

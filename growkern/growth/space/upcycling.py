@@ -161,18 +161,13 @@ class Upcycling:
         return result
 
     @property
-    def has_pairs(self) -> bool:
-        """True if noise makes the copies of the FFN differ in pairs."""
-        return _has_pairs(self.options)
-
-    @property
     def together(self) -> int:
         """How many experts have equal rows in the router, so that it takes all of them or none.
 
         They are the parts of one copy of the FFN; with noise those of two, between which it
         cancels.
         """
-        return self._splits * (1 + self.has_pairs)
+        return self._splits * (1 + self.options.has_pairs)
 
     @property
     def free_weights(self) -> str:
@@ -248,13 +243,9 @@ def _adds_nothing(row: Row, options: GrowthOptions) -> bool:
     return bool(row.dense) and (len(row.axes) > 2) == (options.shared_expert == "dense")
 
 
-def _has_pairs(options: GrowthOptions) -> bool:
-    return options.symmetry == "noise" and options.shared_expert == "zero"
-
-
 def _why_together(together: int, options: GrowthOptions) -> str:
     why = f"{together} experts belong together, the parts of an FFN"
-    if _has_pairs(options):
+    if options.has_pairs:
         why += ", in pairs of copies whose noise cancels (symmetry='noise')"
     return why
 
@@ -354,7 +345,7 @@ def _set_sizes(
     setattr(config, width, whole // parts)
     for key in shared:
         _set_shared(config, family, key, whole, options, asked)
-    copies = 1 + _has_pairs(options)
+    copies = 1 + options.has_pairs
     together = parts * copies
     count, chosen = (asked[field] for field in fields)
     # other values are refused with the other sizes

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from growkern.ops.expand.limits import MOST_AMPLITUDE
     from growkern.ops.expand.many import OneByOne, Work, work_on
     from growkern.ops.expand.expand_op import expand
-    from growkern.ops.expand.speed import cpu_bytes_per_second
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

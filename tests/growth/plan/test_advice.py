@@ -178,29 +178,19 @@ DEEPER = {"num_hidden_layers": 8}
 
 
 @pytest.mark.parametrize(
-    "class_name, sizes, growth, tokens, expected",
+    "class_name, sizes, growth, expected",
     [
-        ("LlamaForCausalLM", BIG, {**WIDER, "method": "aki"}, (), ["AquilaMoE"]),
-        ("LlamaForCausalLM", BIG, WIDER, (1e10,), ["to 3.0 times its parameters"]),
-        ("LlamaForCausalLM", BIG, DEEPER, (1e10,), ["sees 50.1 tokens"]),
-        ("LlamaForCausalLM", BIG, DEEPER, (1e8, 1e10), ["sees", "source saw 75.4 tokens"]),
-        ("BertForMaskedLM", BERT, {"hidden_size": 24, "symmetry": "none"}, (), ["equal gradients"]),
-        (
-            "LlamaForCausalLM",
-            BIG,
-            {**WIDER, "symmetry": "none"},
-            (1e10, 1e10),
-            ["equal gradients", "sees", "saw"],
-        ),
+        ("LlamaForCausalLM", BIG, {**WIDER, "method": "aki"}, "AquilaMoE"),
+        ("BertForMaskedLM", BERT, {"hidden_size": 24, "symmetry": "none"}, "equal gradients"),
+        ("LlamaForCausalLM", BIG, {**WIDER, "symmetry": "none"}, "equal gradients"),
     ],
 )
-def test_advice_where_it_applies(class_name, sizes, growth, tokens, expected):
+def test_advice_where_it_applies(class_name, sizes, growth, expected):
     plan = growkern.plan(meta(class_name, **sizes), allow_nonfinite=True, **growth)
-    given = plan.advice(*tokens)
-    assert len(given) == len(expected)
-    assert all(words in line for words, line in zip(expected, given, strict=True)), given
+    (line,) = plan.advice()
+    assert expected in line
     # each rests on a paper
-    assert all("arXiv" in line or "AquilaMoE, 2024" in line for line in given)
+    assert "arXiv" in line or "AquilaMoE, 2024" in line
 
 
 def test_no_advice_where_none_applies():
@@ -308,7 +298,7 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
     assert human(plan.flops_per_token() * 1e11) in shown
     assert human(plan.flops_per_token("source") * 1e10) in shown
     assert human((plan.flops_per_token() + plan.flops_per_token("source") / 10) * 1e11) in shown
-    assert all(f"note: {line}" in shown for line in plan.advice(1e11, 1e10))
+    assert all(f"note: {line}" in shown for line in plan.advice())
     assert "13% ± 16%" not in shown and shown.endswith("\n".join(plan.verdict(1e11)) + "\n")
     assert "in short" not in str(plan) and "note" not in str(plan)
     # however narrow the terminal is, a measurement has one line. First come those of width and

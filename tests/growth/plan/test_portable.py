@@ -119,8 +119,7 @@ def test_a_plan_says_that_code_of_a_model_is_not_run():
 def test_families_that_declare_head_dim_are_left_alone(name):
     source = model(name, head_dim=8)
     assert not lines(source, head_dim=16)
-    (line,) = lines(source, head_dim=16, portable=True)
-    assert line == "portable: rope_theta stays"
+    assert not lines(source, head_dim=16, portable=True)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +136,6 @@ def test_portable_keeps_what_runtimes_compute(sizes, heads):
     assert grown.config.num_attention_heads == heads
     assert grown.config.rope_parameters == source.config.rope_parameters
     assert differ(computing_head_dim(grown), source) < 1e-12
-    *_, line = grown.growth_plan.portability()
-    assert line.startswith("portable: head_dim=")
-    assert "rope_theta stays" in line
 
 
 @pytest.mark.parametrize(("small", "large"), [(4, 8), (4, 12), (2, 6), (6, 12)])

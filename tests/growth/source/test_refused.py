@@ -101,9 +101,9 @@ def test_a_file_in_place_of_a_directory(tmp_path):
 
 
 def test_every_kind_is_refused_by_its_files():
-    for kind in KINDS:
-        for name in (pattern.replace("*", "x") for pattern in kind.files):
-            message = re.escape(f"acme holds {kind.message.format(file=name)}")
+    for patterns, what in KINDS.items():
+        for name in (pattern.replace("*", "x") for pattern in patterns):
+            message = re.escape(f"acme holds {what.format(file=name)}")
             with pytest.raises(growkern.GrowthError, match=message):
                 refuse_files("acme", [name])
 
