@@ -340,7 +340,7 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
         for weight in moved.parameters():
             up = torch.randint(0, 2, weight.shape, generator=rng).to(weight) * 2 - 1
             weight += up * limits.eps * weight.abs().clamp(min=limits.tiny)
-        worst = max(worst, *errors_of(plan, source, moved, tokens))
+        worst = max(worst, moved_error(plan, source, moved, tokens))
     return worst
 
 
@@ -349,21 +349,23 @@ def planned_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
     """How far errors of norms and positions, as the target has, move the outputs of the source."""
     moved = copy.deepcopy(source)
     add_errors(plan, moved)
-    return max(errors_of(plan, source, moved, tokens))
+    return moved_error(plan, source, moved, tokens)
 
 
 @torch.no_grad()
-def errors_of(plan: GrowthPlan, source: Any, moved: Any, *texts: Tensor) -> list[float]:
-    """The relative errors of a source that was moved, with a cache or without.
+def moved_error(plan: GrowthPlan, source: Any, moved: Any, *texts: Tensor) -> float:
+    """The relative error of a source that was moved, with a cache or without.
 
     The largest change on any of the texts counts, relative to the largest output on the first.
     """
-    change = max((_outputs(moved, t) - _outputs(source, t)).abs().max().item() for t in texts)
-    largest = max(_outputs(source, texts[0]).abs().max().item(), _least_output(plan, source))
+    olds = [_outputs(source, text) for text in texts]
+    pairs = zip(olds, texts, strict=True)
+    change = max((_outputs(moved, text) - old).abs().max().item() for old, text in pairs)
+    largest = max(olds[0].abs().max().item(), _least_output(plan, source))
     errors = [change / largest if change else 0.0]
     if source.can_generate():
         errors += generation_error(plan, source, moved, texts[0]).values()
-    return errors
+    return max(errors)
 
 
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:

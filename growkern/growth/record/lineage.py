@@ -30,7 +30,7 @@ import transformers
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
 
-from growkern.arguments import Limit, between, check_fields, check_kind, path_of
+from growkern.arguments import Limit, between, check_fields, check_kind
 from growkern.errors import GrowthError, reason
 from growkern.families import Family, ModelSpec, value_of
 from growkern.files import check_format, read_json, text_of
@@ -45,7 +45,6 @@ from growkern.growth.history import (
     History,
     has_record,
     history_from,
-    refuse_unrecorded,
 )
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan import GrowthPlan, Task, kind_of, plan_growth
@@ -388,22 +387,6 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
         raise _no_record(file, str(error).removeprefix(f"{file}: ")) from error
     except MALFORMED as error:
         raise _no_record(file, reason(error)[:200]) from error
-
-
-def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
-    """Read the record of a grown checkpoint, which may have been trained since.
-
-    `lineage` is the lineage file, or a directory with it; None: that of `grown`.
-    """
-    if lineage is not None:
-        return read_lineage(path_of("lineage", lineage, RECORD))
-    refuse_unrecorded(grown)
-    return read_lineage(grown)
-
-
-def own_family_of(lineage: str | Path | None) -> Family | None:
-    """The table of one's own in a record, if a record is given and has one."""
-    return None if lineage is None else read_lineage(path_of("lineage", lineage, RECORD)).family
 
 
 def _no_record(file: Path, why: str) -> GrowthError:

@@ -29,20 +29,20 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from growkern.arguments import path_of
 from growkern.errors import GrowthError, listed
 from growkern.families import Family, value_of
-from growkern.growth.history import has_record
+from growkern.growth.history import has_record, refuse_unrecorded
 from growkern.growth.models import on_cpu_by_default
 from growkern.growth.outputs import Float64, all_outputs, as_model, fits, random_inputs
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors
 from growkern.growth.record import compare, verdict
 from growkern.growth.record.compare import TensorGroup
 from growkern.growth.record.lineage import (
-    Lineage,
+    RECORD,
     other_source,
-    own_family_of,
     plan_from_lineage,
-    read_lineage_of,
+    read_lineage,
 )
 from growkern.growth.record.verdict import Level
 from growkern.growth.source import Source, located, open_source
@@ -152,12 +152,13 @@ def verify(
         GrowthError: `grown` has no growth record, or does not belong to `source`.
     """
     source = located(source, revision)
-    opened_grown = _opened(grown, own_family_of(lineage))
+    record = None if lineage is None else read_lineage(path_of("lineage", lineage, RECORD))
+    opened_grown = _opened(grown, record and record.family)
     family = opened_grown.spec.family.whole
     opened = _opened(source, family if family.table is not None else None, opened_grown)
     wrong, notes, other = [], [], ""
-    if lineage is not None or opened_grown.directory is not None:
-        record = _record_of(opened, opened_grown, lineage)
+    if record or opened_grown.directory is not None:
+        record = record or read_lineage(_recorded(opened, opened_grown))
         plan, other = plan_from_lineage(opened, record), other_source(opened, record)
         wrong, notes = compare.contradictions(record, plan), compare.notes_of(record)
     else:
@@ -173,18 +174,16 @@ def verify(
         notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)
     groups = compare.compare_tensors(plan, opened_grown)
-    if tokens is None:
-        tokens = random_inputs(opened)
+    tokens = random_inputs(opened) if tokens is None else tokens
     compare.check_tokens(opened, tokens)
     outputs, dtype = _compare(plan, (opened, source), (opened_grown, grown), tokens, labels)
-    level, contradiction = verdict.measured_level(plan, outputs, dtype)
-    failure = contradiction
+    level, failure = verdict.measured_level(plan, outputs, dtype)
     if bad := [group for group in groups if not group.ok]:
         failure = (
             f"{len(bad)} of {len(groups)} kinds of tensors differ, first {bad[0].worst}: the model "
             "was trained since, or its weights are damaged"
         ) + (other and f", or the source is another. {other}")
-    elif wrong and not contradiction:
+    elif wrong and not failure:
         failure = f"the lineage disagrees with this growth: {listed(wrong, 1)}"
     if differing := verdict.differences(opened, opened_grown):
         failure, level = failure or differing, "changed"
@@ -211,14 +210,15 @@ def _opened(model: Any, family: Family | None, grown: Source | None = None) -> S
     return open_source(model, allow_nonfinite=True, **how)
 
 
-def _record_of(source: Source, grown: Source, given: str | Path | None) -> Lineage:
-    """The record of the growth."""
-    if given is None and not has_record(grown.directory) and has_record(source.directory):
+def _recorded(source: Source, grown: Source) -> Path:
+    """The directory of a grown checkpoint, if it has a record."""
+    if not has_record(grown.directory) and has_record(source.directory):
         raise GrowthError(
             f"{grown.directory} is no grown checkpoint, but {source.directory} is: give the source "
             "first, then the grown checkpoint"
         )
-    return read_lineage_of(grown.directory or Path(), given)
+    refuse_unrecorded(grown.directory or Path())
+    return grown.directory or Path()
 
 
 def _compare(
@@ -255,8 +255,8 @@ def _compare(
     narrow = old if old.dtype == coarsest else as_model(source[0], coarsest)
     # random texts count too, as a few outputs alone may change little by chance
     texts = random_inputs(plan.source, compare.SEED, compare.FEW_TEXTS)
-    errors = compare.errors_of(plan, wide, narrow, tokens, texts)
-    return {**outputs, verdict.ARITHMETIC_ERROR: max(errors)}, torch.float32
+    error = compare.moved_error(plan, wide, narrow, tokens, texts)
+    return {**outputs, verdict.ARITHMETIC_ERROR: error}, torch.float32
 
 
 def float32_model(source: Source, given: Any) -> Any:
