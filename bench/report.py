@@ -16,7 +16,7 @@ better documented result.
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -89,42 +89,32 @@ def aot_table(results: Path) -> str:
 
 
 def families(results: Path) -> str:
-    """The families: what is exact, and their classes; then unusual sizes."""
-    usual = growable_fields(load_family("llama"))
-    lines, kinds = [], []
-    by_sizes: dict[str, list[str]] = {}
+    """One line a family: what is exact, what grows, and the classes."""
+    usual, lines = growable_fields(load_family("llama")), []
     for model_type in supported_families():
         family = load_family(model_type)
-        sizes = _beside(growable_fields(family), usual)
-        ends = r"For(?=[A-Z])|(Encoder|Model)$"
-        start = min((re.split(ends, name)[0] for name in family.classes), key=len)
-        ends = ", ".join(name.removeprefix(start).removeprefix("For") for name in family.classes)
+        fields, (first, *others) = growable_fields(family), family.classes
+        start = min(
+            (re.split(r"For(?=[A-Z])|(Encoder|Model)$", x)[0] for x in family.classes), key=len
+        )
+        ends = (name.removeprefix(start).removeprefix("For") for name in others)
         widths = ["multiples", "any"][family.is_exact_in_any_width]
         exact = widths if "stream" in family.growable else "it stays"
-        lines.append([f"`{model_type}`", exact, f"`{start}`: {ends}"])
-        if sizes:
-            by_sizes.setdefault(sizes, []).append(f"`{model_type}`")
-    heads = ["`model_type`", "exact hidden sizes", "classes"]
-    for sizes, names in by_sizes.items():
-        kinds += [[", ".join(names[i : i + 8]), sizes] for i in range(0, len(names), 8)]
+        classes = ", ".join([f"`{first}`", *ends])
+        lines.append([f"`{model_type}`", exact, _beside(fields, usual), classes])
     public = (ROOT / "tests/families/newest.jsonl").read_text().splitlines()
     plans = sum('"refused":' not in row for row in public)
     said = f"{plans} of the {len(public)} newest configs in the tests plan; others are refused."
-    both = table(heads, lines), table(["`model_type`", "sizes that grow"], kinds)
-    return "\n\n".join((*both, said))
+    heads = ["`model_type`", "exact hidden sizes", "sizes that grow", "classes"]
+    return f"{table(heads, lines)}\n\n{said}"
 
 
 def _beside(sizes: Collection[str], usual: Collection[str]) -> str:
     """The sizes of a family by how they differ from the usual ones; empty if they do not."""
-
-    def listed(names: Iterable[str]) -> str:
-        return ", ".join(f"`{name}`" for name in names)
-
     less, more = ([x for x in a if x not in b] for a, b in ((usual, sizes), (sizes, usual)))
-    if len(less) > len(usual) / 2:
-        return listed(sizes)
-    text = f"the usual, without {listed(less)}" if less else "the usual"
-    return "" if not (less or more) else f"{text}; and {listed(more)}" if more else text
+    named = {"": sizes} if len(less) > len(usual) / 2 else {"not ": less, "also ": more}
+    parts = (word + ", ".join(f"`{x}`" for x in some) for word, some in named.items() if some)
+    return "; ".join(parts)
 
 
 def speed(results: Path) -> str:

@@ -44,6 +44,13 @@ def parts_of_heads(model):
     return {key: n for key, n in old_sizes(model).items() if key in parts}
 
 
+def bound_entries(family):
+    """The sizes of units of which the model computes from the stream how many entries they have."""
+    if not any(size.follows == "stream" for size in family.config.values()):
+        return set()
+    return {s.size for s in family.spaces.values() if s.activated} & {*family.unit_sizes}
+
+
 def more_units(model, together=False):
     """Sizes of units, and those that others are products or quotients of.
 
@@ -53,20 +60,18 @@ def more_units(model, together=False):
     family, old = model.family, old_sizes(model)
     sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
     sizes |= {key: old[key] + 1 for key in family.ratios if key in family.growable and old[key]}
-    units = [space for space in family.spaces.values() if space.kind == "units"]
-    whole = {s.size for s in units if s.activated and s.size != "stream"}
-    sizes |= {key: 2 * old[key] for key in whole & {*family.unit_sizes}}
+    # together with twice as many heads, and a stream of three times the size
+    sizes |= {key: old[key] * (3 if together else 2) // 2 for key in bound_entries(family)}
     keys = {size.field: key for key, size in family.config.items()}
-    for key, size in family.config.items():
+    for size in family.config.values():
         if "/" in size.factors:
             above, below = keys[size.factors[0]], keys[size.factors[2]]
             count = sizes[below] if together else old[below]
             if family.config[above].follows == "stream":
-                # the model computes their entries from the stream
                 sizes |= {above: 2 * old[above], below: 2 * old[below]}
                 continue
             each = old[above] // old[below]
-            sizes[above] = (2 * each if key in whole else each + 1) * count
+            sizes[above] = (each + 1) * count
     return sizes
 
 
@@ -74,7 +79,7 @@ def alone(model):
     """What grows -> the table's sizes that change it, and as little else as fits."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
     wider, stacks = {"stream": 2 * old["stream"]}, {*family.stacks.values()} & {*family.growable}
-    found = {key: {key: size} for key, size in more_units(model).items()}
+    found = {k: {k: size} for k, size in more_units(model).items() if size != old[k]}
     found |= {key: {key: old[key] + 1} for key in stacks}
     found |= {"vocab": {"vocab": 64}} if "vocab" in old else {}
     if "stream" not in family.growable:
@@ -87,6 +92,8 @@ def alone(model):
             groups = {k: 2 * old[k] for k, s in family.config.items() if s.field in divided}
             bound = {**wider, key: 2 * old[key]}
             found |= {key: bound} | {k: {**bound, k: n} for k, n in groups.items()}
+            entries = {k: 2 * old[k] for k in bound_entries(family)}
+            found |= {k: {**wider, key: old[key], k: n} for k, n in entries.items()}
     found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
     if not family.forces_head_dim:
         parts = parts_of_heads(model)
@@ -120,7 +127,7 @@ def at_once(model):
         width = 2 * model.head_dim(family.query_heads[0]) + (not heads)
         return sizes | {"stream": width * count}
     is_bound = any(size.follows == "stream" for size in family.config.values())
-    return sizes | {"stream": 2 * old["stream"] if is_bound else old["stream"] + 8}
+    return sizes | {"stream": 3 * old["stream"] if is_bound else old["stream"] + 8}
 
 
 def grown_by(model, sizes):

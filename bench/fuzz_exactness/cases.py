@@ -9,6 +9,7 @@ import torch
 
 from growkern.families import Family, inner, load_family, supported_families
 from testbed.families import FAMILIES
+from testbed.growths import bound_entries
 from testbed.relatives import RELATIVES, with_sizes
 
 # model type -> class, sizes
@@ -153,7 +154,7 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     sizes[family.config_field("stream")] = hidden
     if "head_dim" in family.growable:
         sizes[family.config_field("head_dim")] = rng.choice([2, 4, hidden // count])
-    for key in family.unit_sizes:
+    for key in (key for key in family.unit_sizes if key not in bound_entries(family)):
         sizes[family.config_field(key)] = rng.randint(3, 24)
     # those that never grow may bind others
     ratios = [k for k in family.ratios if k in family.growable and k not in family.query_heads]

@@ -165,7 +165,7 @@ def _reference_faults(where: str, family: Family) -> list[str]:
         check(f"spaces.{space.name}", {row.name: row for row in every}, space.asleep)
     scales = [(space.name, space.scale) for space in spaces.values()]
     for name, scale in [*scales, *((row.name, row.scale) for row in every)]:
-        check(f"{name}: scale", config, scale and parse_scale(scale)[2])
+        check(f"{name}: scale", {**config, **spaces}, scale and parse_scale(scale)[2])
     for row in every:
         check(row.name, stacks, row.stack)
         check(row.name, kinds, None if row.only is None else row.only.removeprefix("not_"))

@@ -321,7 +321,12 @@ class GrowthKeywords(TypedDict, total=False):
     mamba_n_groups: int
     mamba_n_heads: int
     mamba_num_heads: int
+    mamba_d_head: int
+    mamba_d_state: int
+    mamba_head_dim: int
     n_groups: int
+    ssm_state_size: int
+    state_size: int
     # GPT-2
     n_embd: int
     n_inner: int

@@ -306,7 +306,9 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
     period = _layers_of_all_kinds(spec)
     lasts = (getattr(spec.text, name) or 0 for name in family.conditional("last"))
     layers = max(LAYERS, period + min(period, max(lasts, default=0)))
-    sizes = {key: min(spec.size(key), UNITS) for key in family.unit_sizes}
+    # the class computes how many entries heads have together from the stream
+    bound = {s.size for s in family.spaces.values() if s.activated} if _followers(family) else set()
+    sizes = {k: min(spec.size(k), UNITS) for k in family.unit_sizes if k not in bound}
     sizes |= dict.fromkeys(family.query_heads, HEADS)
     sizes |= {"stream": _tiny_stream(spec), "vocab": TOKENS}
     if "head_dim" in family.config:
@@ -315,9 +317,8 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
     sizes["kv_heads"] = KEY_HEADS if grouped else HEADS
     sizes |= {key: min(spec.size(key), layers) for key in stacks}
     named = {own.field: key for key, own in family.config.items() if own.field}
-    for key, own in family.config.items():
-        if own.follows == "stream":
-            sizes[key] = spec.size(key) * sizes["stream"] // spec.size("stream")
+    for key in _followers(family):
+        sizes[key] = spec.size(key) * sizes["stream"] // spec.size("stream")
     for own in family.config.values():
         if own.factors[1:2] == ("/",):
             whole, part = (named.get(field) for field in own.factors[::2])
@@ -330,11 +331,15 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
     return sizes
 
 
+def _followers(family: Family) -> list[str]:
+    """The sizes of units whose entries a class computes from the stream."""
+    return [key for key, own in family.config.items() if own.follows == "stream"]
+
+
 def _tiny_stream(spec: ModelSpec) -> int:
-    """A size of the stream that keeps the ratio to units whose entries a class computes from it."""
-    followers = [key for key, own in spec.family.config.items() if own.follows == "stream"]
+    """A size of the stream that keeps the ratio to `_followers`."""
     stream = spec.size("stream")
-    steps = (stream // math.gcd(stream, spec.size(key)) for key in followers)
+    steps = (stream // math.gcd(stream, spec.size(key)) for key in _followers(spec.family))
     return math.lcm(HEADS * HEAD_DIM, *steps)
 
 

@@ -325,38 +325,28 @@ def test_new_experts_sleep_for_any_input(model_type, options, growth):
     assert torch.equal(build_tensor(plan, task, part=part), whole[part])
 
 
-@pytest.mark.parametrize(
-    "growth, why",
-    [
-        ({"n_routed_experts": 12, "num_experts_per_tok": 4}, "=12 is no multiple .*=8 or 16"),
-        (
-            {"n_routed_experts": 16, "num_experts_per_tok": 6, "n_group": 4},
-            "n_group=4: with n_routed_experts=16 it must be 8",
-        ),
-        ({"n_group": 8}, "n_group=8: with n_routed_experts=8 it must be 4, .* none$"),
-        ({"n_routed_experts": 11}, "n_group=4: .* 2 of each of .* 4 groups; .*=8 or 12$"),
-        ({"n_routed_experts": 17, "n_group": 5}, "17 does not fit n_group=5: .*=15 or 20"),
-        ({"qk_rope_head_dim": 8}, "no size 'qk_rope_head_dim' to grow"),
-        ({"num_hidden_layers": 4, "depth": "stack"}, "layer 1 .* is sparse by .*'identity'"),
-    ],
-)
-def test_sizes_of_latent_attention_and_groups_that_do_not_fit_are_refused(growth, why):
-    source = random_model(*RELATIVES["deepseek_v3"][:2])
-    with pytest.raises(GrowthError, match=why):
-        growkern.plan(source, **growth)
+SPARSE, DELTA = "deepseek_v3", "qwen3_next"
+HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+BOTH = {"n_routed_experts": 16, "num_experts_per_tok": 6}
 
 
 @pytest.mark.parametrize(
-    "growth, why",
+    "family, growth, why",
     [
-        ({"linear_key_head_dim": 8}, "no size 'linear_key_head_dim' to grow"),
-        ({"linear_value_head_dim": 9}, "=9 is no multiple of the source's 6, .*_head_dim=12$"),
-        ({"linear_num_value_heads": 5}, "_value_heads=5 is not a multiple of .*; nearest .*=6$"),
-        ({"linear_num_key_heads": 4, "linear_num_value_heads": 4}, "shrinks from 2 to 1"),
+        (SPARSE, {**BOTH, "n_routed_experts": 12}, "=12 is no multiple .*=8 or 16"),
+        (SPARSE, {**BOTH, "n_group": 4}, "n_group=4: with n_routed_experts=16 it must be 8"),
+        (SPARSE, {"n_group": 8}, "n_group=8: with n_routed_experts=8 it must be 4, .* none$"),
+        (SPARSE, {"n_routed_experts": 11}, "n_group=4: .* 2 of each of .* 4 groups; .*=8 or 12$"),
+        (SPARSE, {"n_routed_experts": 17, "n_group": 5}, "17 does not fit n_group=5: .*=15 or 20"),
+        (SPARSE, {"qk_rope_head_dim": 8}, "no size 'qk_rope_head_dim' to grow"),
+        (SPARSE, {"num_hidden_layers": 4, "depth": "stack"}, "layer 1 .* sparse by .*'identity'"),
+        (DELTA, {"linear_key_head_dim": 8}, "no size 'linear_key_head_dim' to grow"),
+        (DELTA, {"linear_num_value_heads": 5}, "=5 is not a multiple of .*; nearest .*=6$"),
+        (DELTA, HEADS, "shrinks from 2 to 1"),
     ],
 )
-def test_sizes_of_a_delta_net_that_do_not_fit_are_refused(growth, why):
-    source = random_model(*RELATIVES["qwen3_next"][:2])
+def test_sizes_of_attention_and_groups_that_do_not_fit_are_refused(family, growth, why):
+    source = random_model(*RELATIVES[family][:2])
     with pytest.raises(GrowthError, match=why):
         growkern.plan(source, **growth)
 

@@ -88,6 +88,10 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     elif "key" in larger:
         why = "the new entries of keys are 0 but get gradients from the queries"
         result.append(Finding("approximate", "keys", why))
+    units = [s.name for s in family.spaces.values() if s.kind == "units"]
+    if any(bool((plan.layout.space(name, 0).write == 0).any()) for name in units):
+        why = "they are 0 but get gradients from what they are multiplied with"
+        result.append(Finding("approximate", "units beyond whole copies", why))
     kinds = [kind_of(plan, task) for task in plan.tasks]
     if any(kind.idle is not None for kind in kinds):
         why = "they have their source's mean of squares, and a mean of 0"

@@ -155,9 +155,13 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
     # noise on copies of a unit would differ between the experts whose noise cancels
     cancels = plan.upcycling is not None and plan.upcycling.has_noise(task.tensor.row)
     has_noise = role == "read" and plan.options.symmetry == "noise" and not cancels
+    is_new = (task.tensor.stack, task.tensor.layer) in plan.inserted
     pieces, copies, offset, extra, free = [], list[Tensor](), 0, 0, 0
     for name in names.split("|"):
         space = layout.space(name, layer)
+        if is_new and plan.small.family.spaces[name].kind == "units":
+            # what reads a block that adds nothing is 0: two zeros would never learn
+            space = space.beside()
         if role == "read" and space.free_extra and plan.options.symmetry != "none":
             free = int(space.is_extra.sum())
         index = space.read_index if role == "read" else space.write_index
@@ -173,7 +177,7 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
             copies.append(
                 torch.tensor([0, 1]).expand(space.target, 2) if is_mixed else space.copies
             )
-        pieces.append((index, space.scale(role), noise, ~space.is_extra))
+        pieces.append((index, space.scale(role), noise, ~space.is_extra & (space.write != 0)))
         offset += space.source
     joined, scales, noises, is_copy = (torch.cat(x) for x in zip(*pieces, strict=True))
     if axis == _scaled_axis(task):
@@ -214,6 +218,7 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
         scale = space.write if role == "read" else space.read
         scale = scale * space.write if role == "factor" else scale
         has_source = ~space.is_extra & (index < space.source) & ~layout.untrained_units(name)
+        has_source &= space.write != 0
         index = torch.where(has_source, index, 0) + offset
         index = index + total * from_next_layer(plan, task, role, name)
         pieces.append((index, torch.where(has_source, scale, 0.0)))

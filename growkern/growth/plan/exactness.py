@@ -134,7 +134,7 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
         return (_asked("everything", f"{why}, so the source's function is lost"),)
     parts = (
         *(_width, _head_dim, _heads_under_norm, _experts, _vocabulary, _advanced, _fresh, _head),
-        *(_depth, _large_shares, rounding_findings),
+        *(_depth, _eps, _large_shares, rounding_findings),
     )
     result = tuple(finding for part in parts for finding in part(plan))
     if result:
@@ -233,6 +233,13 @@ def _width(plan: Blueprint) -> Iterator[Finding]:
             yield Finding("changed", what, f"{why}; the layers enlarge this without a limit")
         else:
             yield Finding("approximate", what, why)
+
+
+def _eps(plan: Blueprint) -> Iterator[Finding]:
+    old, new = plan.small.norm_epsilon, plan.large.norm_epsilon
+    if old != new:
+        why = "a norm over units divides by less, and all norms that read this eps follow"
+        yield Finding("exact", f"{plan.small.family.norm.eps} {old:.3g} -> {new:.3g}", why)
 
 
 def _head_dim(plan: Blueprint) -> Iterator[Finding]:

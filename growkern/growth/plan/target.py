@@ -21,7 +21,14 @@ from growkern.families import FOLLOWING, Family, ModelSpec, follow_layers, growa
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB, asked_size, refuse_heads, refuse_smaller
 from growkern.growth.source import refuse_misread
-from growkern.growth.space import check_copies, copies_of, followers, pair_step, rotary_entries
+from growkern.growth.space import (
+    check_copies,
+    copies_of,
+    eps_factor,
+    followers,
+    pair_step,
+    rotary_entries,
+)
 
 # types of rotary positions whose frequencies depend on head_dim only through theta ** (-2 i / R)
 PLAIN_ROTARY = ("default", "linear", "llama3")
@@ -35,7 +42,8 @@ def followed_fields(family: Family) -> tuple[str, ...]:
     """Config fields that users do not set: they follow from the sizes and the source's config."""
     averaged = (str(space.averaged) for space in family.mixtures if space.averaged)
     conditional = family.conditional(*FOLLOWING)
-    return (*family.per_layer, *conditional, *averaged, "rope_parameters")
+    others = (*averaged, str(family.norm.eps), "rope_parameters")
+    return (*family.per_layer, *conditional, *others)
 
 
 def unread_in(small: ModelSpec) -> list[str]:
@@ -85,6 +93,9 @@ def finish_target(
         # every copy of an expert adds as much to that loss as the expert did; a dense FFN adds none
         if value and not small.of_one_ffn:
             setattr(text, str(space.averaged), value / copies_of(space, small, large))
+    factor = eps_factor(small, large)
+    if isinstance(family.norm.eps, str):
+        setattr(text, family.norm.eps, getattr(small.text, family.norm.eps) * factor)
     if hasattr(small.text, "rope_parameters"):
         text.rope_parameters = _rotary_parameters(small, large)
     elif family.attention.positions == "rotary" and pair_step(small.turning, large.turning) is None:

@@ -38,9 +38,10 @@ from growkern.growth.space.spaces import (
     weighted,
     with_carry_units,
     within_head,
+    zero_padded,
 )
 from growkern.growth.space.upcycling import Upcycling, is_output
-from growkern.growth.space.ways import keep_choice, sleeping_map
+from growkern.growth.space.ways import is_inner, keep_choice, sleeping_map
 
 # a layer of the source: its number, or "stack.number" in models with several stacks
 Layer = int | str | None
@@ -93,6 +94,12 @@ class Layout:
     def turning(self) -> tuple[int, int]:
         """R of `growkern.families.spec.Attention`, of source and target."""
         return self.small.turning, self.large.turning
+
+    @cached_property
+    def kappa(self) -> float:
+        """kappa of (3) in `growkern.growth.space.spaces`, of norms that read the config's eps."""
+        old, new = self.small.norm_epsilon, self.large.norm_epsilon
+        return 1.0 if old == new else math.sqrt(new / old)
 
     # ---- what kind of stream
 
@@ -187,13 +194,14 @@ class Layout:
     def _stream(self, spec: SpaceSpec, _layer: Layer) -> Space:
         source, target = self.stream_sizes
         if self.is_extended:
+            how: Any = {"keeps_mean": self.family.norm.centres}
             count = 1 if self.is_padded else target // source
-            return extended(source, target, count, keeps_mean=self.family.norm.centres)
+            return extended(source, target, count, **how).times(self.kappa)
         # one map for the whole model, as every layer adds to the same residual stream
         index = self._index(spec, None, source, target)
         split = self._split(spec.name, None, index)
         keeps_square = not self.family.norm.centres and self.options.scheme == "exact"
-        return (weighted if keeps_square else copies)(index, source, split)
+        return (weighted if keeps_square else copies)(index, source, split).times(self.kappa)
 
     def _normed(self, spec: SpaceSpec, _layer: Layer) -> Space:
         stream = self.space(str(spec.of))
@@ -219,6 +227,8 @@ class Layout:
         """
         if self.upcycling and isinstance(row, Row) and is_output(row):
             return self.upcycling.output_scale(self.large, row)
+        if row.scale in self.family.spaces:
+            return self.space(str(row.scale)).kappa
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
         power, is_rounded, size = parse_scale(row.scale)
@@ -281,7 +291,10 @@ class Layout:
         # where the table cuts heads into sizes of their own, those that turn never grow
         rotary = (0, 0) if attention.divisor else self.turning
         how: Any = {"rotary": rotary, "pairs": attention.pairs, "gain": gain}
-        return direct_sum([within_head(old, new, part, **how) for part in spec.parts])
+        parts = {part: within_head(old, new, part, **how) for part in spec.parts}
+        if "before_norm" in parts:
+            parts["before_norm"] = parts["before_norm"].times(self.kappa)
+        return direct_sum([parts[part] for part in spec.parts])
 
     def _fixed(self, spec: SpaceSpec, _layer: Layer) -> Space:
         size = self.small.space_size(spec.name)
@@ -308,9 +321,13 @@ class Layout:
     def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
         if spec.width or spec.blocks:
             # the map of the space that is called like the size, whose units have one entry
-            units = SpaceSpec(str(spec.size), "units", size=spec.size)
+            units = replace(spec, name=str(spec.size), width=None, entries=None, weighted=False)
             return outer_product(self._units(units, layer), self._entries(spec, layer))
+        if spec.of:
+            return self.space(spec.of, layer).beside()
         source, target = self.sizes(spec.size or "stream")
+        if spec.part == "key" or (is_inner(spec) and target % source):
+            return zero_padded(source, target)
         if spec.size == "stream":
             # a norm may connect this space to a tied head's input: same copies in the same order
             index = self.space("stream").read_index
@@ -336,7 +353,8 @@ class Layout:
             key = str(space.heads or space.size)
             if space.kind == "units" and key != "stream":
                 alone.add(key)
-            if space.name in normed or space.weighted or space.blocks or space.activated:
+            is_zero = space.kind == "units" and space.part == "key"
+            if space.name in normed or space.weighted or space.blocks or space.activated or is_zero:
                 mixed.add(key)
         if mixed & {"q_heads", "kv_heads"}:
             mixed |= {"q_heads", "kv_heads"}

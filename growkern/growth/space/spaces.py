@@ -17,7 +17,9 @@ A norm from space A (coefficients a) to space B (coefficients c) becomes
 
     gamma_t = kappa c / a gamma,  beta_t = c beta,  kappa = sqrt(sum a^2 / n_t)             (3)
 
-The norm adds eps to the variance. Only with kappa = 1 is (3) exact for the same eps. The streams:
+The norm adds eps to the variance, so (3) is exact if the target's is kappa^2 eps. Norms that read
+one eps have one kappa: behind a linear map a takes any factor. It is 1, unless a norm lies over
+units that were padded with zeros (`eps_factor` of `growkern.growth.space.ways`). The streams:
 
     copies    a = 1, read 1/C, C the number of copies. This is the paper's function-preserving
               expansion. It is exact under a norm if every coordinate has the same C.
@@ -105,6 +107,19 @@ class Space:
         """The scale of every entry on an axis that writes or reads it, or is its factor."""
         return {"write": self.write, "read": self.read, "factor": torch.ones_like(self.write)}[role]
 
+    def times(self, factor: float) -> Space:
+        """The same with larger entries; what reads them divides by the factor."""
+        return replace(self, write=self.write * factor, read=self.read / factor)
+
+    def beside(self) -> Space:
+        """Units that are multiplied with these: copies, also where these are 0.
+
+        Only one factor of a product may be 0: else neither gets a gradient.
+        """
+        zero = self.write == 0
+        free = torch.where(zero, 1.0, self.write), torch.where(zero, 0.0, self.read)
+        return replace(self, write=free[0], read=free[1])
+
     @property
     def is_extra(self) -> Tensor:
         """Coordinates beyond the copies, (target,) bool."""
@@ -142,7 +157,8 @@ class Space:
         Extra coordinates, and those that nothing reads, count as only copies: (0, 1). The result is
         (target, 2) int64, as `growkern.expand` takes it for routing.
         """
-        is_copy = (self.read_index < self.source) & ~self.is_extra & (self.read != 0)
+        is_used = ~self.is_extra & (self.write * self.read != 0)
+        is_copy = (self.read_index < self.source) & is_used
         result = torch.tensor([0, 1]).repeat(self.target, 1)
         index = self.read_index[is_copy]
         result[is_copy] = torch.stack([rank_in_group(index), counts(index, self.source).long()], 1)
@@ -194,6 +210,12 @@ def carry_signs(extra: int) -> list[float]:
     if extra % 2 and extra > 1:
         signs[-3:] = [-0.5, 0.25, 0.25]
     return signs
+
+
+def zero_padded(source: int, target: int) -> Space:
+    """Units of which those beyond the source's are 0, so that any weight may read them."""
+    index, old = cyclic(source, target), (torch.arange(target) < source).double()
+    return Space(source, index, old, index, torch.ones_like(old))
 
 
 def extended(source: int, target: int, count: int, *, keeps_mean: bool) -> Space:

@@ -53,23 +53,37 @@ Experts: TypeAlias = Literal["whole", "asleep", "split", "ffn"]
 
 
 def check_copies(small: ModelSpec, large: ModelSpec) -> None:
-    """Refuse experts and units of which some would have more copies than others, where it matters.
-
-    That is so before a norm with an activation in front: no scale keeps what the norm divides by.
-    """
+    """Refuse experts that are no whole copies where it matters, and quotients that shrink."""
     check_experts(small, large)
     for key in (key for key, size in small.family.config.items() if size.factors):
         if (new := large.size(key)) < (old := small.size(key)):
             raise UnfitError(f"{small.family.config[key].default} shrinks from {old} to {new}")
-    for space in small.family.spaces.values():
-        if space.kind == "units" and space.activated and space.size != "stream":
-            old, new = (model.size(str(space.size)) for model in (small, large))
-            if new % old:
-                field = small.family.config_field(str(space.size))
-                raise UnfitError(
-                    f"{field}={new} is no multiple of the source's {old}, and an activation lies "
-                    "before their norm, so no scale keeps what the norm divides by"
-                )
+
+
+def is_inner(space: SpaceSpec) -> bool:
+    """True for units over which a norm lies, behind a product: no factor there is free."""
+    return space.kind == "units" and space.activated and space.size != "stream"
+
+
+def eps_factor(small: ModelSpec, large: ModelSpec) -> float:
+    """kappa^2 of (3) in `growkern.growth.space.spaces`: what all norms that read one eps share.
+
+    Units that are no whole copies are padded with zeros, so a norm over them divides by less.
+    """
+    eps, spaces, square = small.family.norm.eps, small.family.spaces, 1.0
+    over = [str(scale) for scale in {t.row.scale for t in small.tensors} if scale in spaces]
+    for name in over:
+        # the list grows while it is read
+        over += spaces[name].blocks
+    for key in sorted({str(spaces[name].size) for name in over if is_inner(spaces[name])}):
+        old, new = small.size(key), large.size(key)
+        square *= old / new if new % old else 1
+    if square != 1 and not isinstance(eps, str):
+        raise UnfitError(
+            f"a norm over units that are no whole copies needs eps={eps * square:.3g}, not {eps}, "
+            "and no field of the config holds it"
+        )
+    return square
 
 
 def way_of_experts(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> Experts:

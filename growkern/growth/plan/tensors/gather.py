@@ -157,7 +157,7 @@ class Gather:
         entries, weights, factors, offset = [], [], [], 0
         for name in names.split("|"):
             space = self.plan.layout.space(name, self.task.source_layer)
-            weight = space.write if role == "read" else space.read
+            weight = space.write if role == "read" else space.read * (space.write != 0)
             entries.append(torch.where(space.is_extra, 0, space.read_index + offset))
             weights.append(torch.where(space.is_extra, 0.0, weight))
             factors.append(space.scale(role))
