@@ -44,7 +44,7 @@ from growkern.growth.models import (
 from growkern.growth.outputs import Float64, all_outputs, random_inputs
 from growkern.growth.plan import BY_LAYER, OUTPUT_ERROR, PLAIN_ROTARY, has_errors
 from growkern.growth.record import PLANNED_ERROR, compare_outputs, measured_level, planned_error
-from growkern.growth.source import Source, open_source, read_config
+from growkern.growth.source import Source, leave_out_quantisation, open_source, read_config
 from growkern.growth.space import period_of
 
 # of the tiny model: layers, heads and groups of them, their entries, units, ids of tokens
@@ -119,6 +119,7 @@ def check_table(path: str | Path | Family, directory: Path) -> TableReport:
     """
     family = read_family(path)
     config = read_config(directory, family=family)
+    leave_out_quantisation(config)
     faults = faults_of(family, config)
     if not faults:
         try:

@@ -11,7 +11,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.table_files import load_family, parse_family
 from growkern.files import parse_toml
 from growkern.growth.draft.family import DraftedFamily
-from growkern.growth.own_table import SizeCheck, TableReport
+from growkern.growth.own_table import SizeCheck, TableReport, check_table
 from tests.shared import walks
 
 # norms behind a block; and norms before it, with what a search finds
@@ -86,6 +86,7 @@ def test_whoever_drafts_a_table_can_plan_at_once(config, tmp_path):
     plan = growkern.plan(tmp_path, family=tmp_path / "my.toml", num_hidden_layers=40)
     assert drafted.verified
     assert ("fp8" in drafted.toml) is ("fp8" in plan.needs)
+    assert "fp8" not in plan.needs or check_table(tmp_path / "my.toml", tmp_path).ok
 
 
 @pytest.mark.parametrize("kind", ROWS)
