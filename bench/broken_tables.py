@@ -33,7 +33,7 @@ import growkern
 from growkern.errors import GrowthError
 from growkern.families import NORM_KINDS, Family, ModelSpec, load_family, own_family
 from growkern.families.table_files import shipped_table
-from growkern.growth.own_table import faults_of, first_growths
+from growkern.growth.own_table import faults_of, growths_of
 from testbed.families import FAMILIES
 from testbed.growths import alone, at_once, grown_by, largest_error
 from testbed.models import random_model
@@ -151,7 +151,7 @@ def outcome(name: str, table: Table) -> str:
         if faults_of(family, config):
             return "caught"
         verdicts = set()
-        for growth in first_growths(family, config, class_name, [""]):
+        for growth in growths_of(family, config, class_name):
             verdicts.add(growth.verdict)
             if growth.verdict == "wrong":
                 return "caught"

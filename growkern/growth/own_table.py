@@ -11,7 +11,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from operator import attrgetter
@@ -134,7 +134,7 @@ def check_family(family: Family, config: Any, class_name: str) -> TableReport:
     """`check_table` without files."""
     if faults := faults_of(family, config):
         return TableReport(faults, ())
-    return TableReport((), tuple(_growths(ModelSpec.of(config, class_name, family), family)))
+    return TableReport((), tuple(growths_of(family, config, class_name)))
 
 
 def faults_of(family: Family, config: Any) -> tuple[str, ...]:
@@ -143,14 +143,6 @@ def faults_of(family: Family, config: Any) -> tuple[str, ...]:
         return tuple(faults)
     specs = (ModelSpec.of(config, class_name, family) for class_name in family.classes)
     return tuple(fault for spec in specs for fault in _class_faults(spec))
-
-
-def first_growths(
-    family: Family, config: Any, class_name: str, sizes: Collection[str]
-) -> Iterator[SizeCheck]:
-    """The growths of the check whose name is, or begins with, one of these."""
-    spec = ModelSpec.of(config, class_name, family)
-    return _growths(spec, family, lambda name: name.startswith(tuple(sizes)))
 
 
 def _list_faults(family: Family, config: Any) -> Iterator[str]:
@@ -440,13 +432,14 @@ def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
             yield f"norm: {name} computes a {computed}: mend [norm]"
 
 
-def _growths(
-    spec: ModelSpec, family: Family, wanted: Callable[[str], bool] = lambda name: True
+def growths_of(
+    family: Family, config: Any, class_name: str, names: Collection[str] = ("",)
 ) -> Iterator[SizeCheck]:
     """Every size alone, evenly and unevenly, and all that may grow at once.
 
-    Other classes grow in the hidden size alone. `wanted` tells which growths, by their names.
+    Other classes grow in the hidden size alone. Growths begin with one of these names.
     """
+    spec, begins = ModelSpec.of(config, class_name, family), tuple(names)
     models = [_tiny(spec)]
     source = open_source(models[0], family=family)
     small, together = source.spec, dict[str, int]()
@@ -457,7 +450,7 @@ def _growths(
         yield SizeCheck("the model", "wrong", why=why)
         return
     for sizes in _sizes_to_grow(small):
-        if not wanted(_named(small, sizes)):
+        if not _named(small, sizes).startswith(begins):
             continue
         check = _growth(models[0], family, sizes)
         if check.verdict == "changed":
@@ -469,14 +462,14 @@ def _growths(
         if check.verdict in ("exact", "approximate") and len(sizes) == 1:
             together = sizes | together
         yield check
-    if len(together) > 1 and wanted(_named(small, together)):
+    if len(together) > 1 and _named(small, together).startswith(begins):
         yield _growth(models[0], family, together)
     stream = family.config_field("stream")
     if stream in growable_fields(small.family):
         sizes = {stream: small.size("stream") * 3 // 2}
-        names = [name for name in family.classes if name != spec.class_name]
-        for name in (n for n in names if wanted(f"{n}: {_named(small, sizes)}")):
-            yield from _of_other_class(spec, name, family, sizes)
+        for name in family.classes:
+            if name != class_name and f"{name}: {_named(small, sizes)}".startswith(begins):
+                yield from _of_other_class(spec, name, family, sizes)
 
 
 def _of_other_class(

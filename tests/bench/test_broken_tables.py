@@ -13,7 +13,7 @@ def test_a_check_that_passes_everything_is_found_out(monkeypatch):
     table = broken_tables.copied("llama")
     table["attention"]["pairs"] = "adjacent"
     passes = [SizeCheck("head_dim 8 -> 16", "exact")]
-    monkeypatch.setattr(broken_tables, "first_growths", lambda *_: passes)
+    monkeypatch.setattr(broken_tables, "growths_of", lambda *_: passes)
     assert broken_tables.outcome("llama", table) == "MISSED"
 
 

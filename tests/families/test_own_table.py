@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import growkern
 from growkern.errors import TableError
 from growkern.families.table_files import load_family, own_family, read_family, shipped_table
-from growkern.growth.own_table import check_table, first_growths
+from growkern.growth.own_table import check_table, growths_of
 from testbed.families import FAMILIES
 from testbed.models import GROUPED, LLAMA, random_model, relative_error
 from testbed.relatives import GEMMA4_SMALL, RELATIVES
@@ -285,7 +285,7 @@ def test_the_tiny_model_has_layers_of_every_kind_and_what_they_borrow():
     sizes = {**GEMMA4_SMALL, "num_hidden_layers": 8, "layer_types": [*kinds, *kinds, *kinds[1:]]}
     config = transformers.Gemma4TextConfig(**sizes | {"num_kv_shared_layers": 5})
     family = load_family("gemma4_text")
-    [growth] = first_growths(family, config, "Gemma4ForCausalLM", ["num_hidden_layers"])
+    [growth] = growths_of(family, config, "Gemma4ForCausalLM", ["num_hidden_layers"])
     assert (growth.sizes, growth.verdict) == ("num_hidden_layers 6 -> 7", "exact")
 
 
@@ -324,7 +324,7 @@ SOME = [*RELATIVES] if walks.times > 1 else [*dict.fromkeys([*ODD, *[*RELATIVES]
 def test_check_calls_no_shipped_table_wrong(model_type):
     kind, sizes, _ = RELATIVES[model_type]
     family, config = load_family(model_type), random_model(kind, sizes).config
-    growths = [*first_growths(family, config, kind, [family.config_field("stream")])]
+    growths = [*growths_of(family, config, kind, [family.config_field("stream")])]
     wrong = [growth for growth in growths if growth.verdict == "wrong"]
     assert not wrong and (growths or "stream" not in family.growable)
 

@@ -20,7 +20,7 @@ from growkern.growth.draft.probe import small_configs
 from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import table_of
 from growkern.growth.draft.walk import Walk
-from growkern.growth.own_table import TableReport, check_family, faults_of, first_growths
+from growkern.growth.own_table import TableReport, check_family, faults_of, growths_of
 from growkern.growth.source import described, leave_out_quantisation, quantisation_of
 from growkern.package import DOCS
 
@@ -207,7 +207,7 @@ def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any,
         for pattern, new in edits.items():
             text = re.sub(pattern, new, text)
         edited = parse_toml(_text(json.loads(text)))
-        growths = first_growths(own_family("draft", edited), config, class_name, wrong)
+        growths = growths_of(own_family("draft", edited), config, class_name, wrong)
         left = {growth.sizes for growth in growths if growth.verdict == "wrong"}
         if len(left) < len(wrong):
             table, wrong = edited, left
