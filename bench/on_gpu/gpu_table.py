@@ -129,7 +129,7 @@ def _family_figure(rows: Sequence[Row]) -> str | None:
     return (
         f"saved of a family: {least}{said('family')}; of a given size, 12 x 384 with 12 x 256 "
         f"counted: {said('given size, source counted')}, in one run: "
-        f"{said('given size, one run')}; of a given loss by 6 x 256, never grown: "
+        f"{said('given size, one run')}; if any size will do, by 6 x 256, never grown: "
         f"{said('given loss, never grown')} "
         f"(early: {plan['tokens per parameter']:.1f} tokens per parameter)"
     )

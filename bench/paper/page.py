@@ -266,7 +266,7 @@ def _never_grown(alone: Mapping[int, Mapping[Size, Share]], heads: list[str]) ->
     lines = []
     for size in sorted({x for of in alone.values() for x in of}, key=lambda x: (x.layers, x.width)):
         shares = [of[size] for of in alone.values() if size in of]
-        said = {"a given loss": text_of(shares, len(alone)), "seeds": str(len(shares))}
+        said = {"any size will do": text_of(shares, len(alone)), "seeds": str(len(shares))}
         lines.append([f"{size.name}, never grown", *(said.get(head, "-") for head in heads[1:])])
     return lines or [[NONE, *["-"] * (len(heads) - 1)]]
 

@@ -53,7 +53,9 @@ def evaluate(
         bool | None, typer.Option(help="Join records; default: text, not token ids.")
     ] = None,
     cache: Annotated[str | None, typer.Option(help="Directory of tokenised data.")] = None,
-    sequence_length: Annotated[int, typer.Option(help="Tokens per block.")] = 128,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens per block.  \\[as MODEL's run, or 128]")
+    ] = None,
     masking_probability: Annotated[
         float, typer.Option(help="Share of tokens to mask (masked models).")
     ] = 0.15,
@@ -81,8 +83,9 @@ def evaluate(
     silence_transformers()
     if file.suffix != ".toml":
         options["text"] = [*(options["text"] or ()), *(options.pop("more") or ())]
-        if options["split"] is None:
-            del options["split"]
+        for key in ("split", "sequence_length"):
+            if options[key] is None:
+                del options[key]
     else:
         for key in options:
             source = context.get_parameter_source(key)

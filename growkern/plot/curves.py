@@ -9,7 +9,7 @@ is never grown b. The small model took s. As docs/savings.md asks, a run saves
 
     of a family            1 - (s + g) / (s + w)
     of a given size        1 - (s + g) / w
-    of a given loss        1 - (s + g) / b, and a smaller model that is never grown 1 - g / w   (1)
+    if any size will do    1 - (s + g) / b, and a smaller model that is never grown 1 - g / w   (1)
     if the small one exists          1 - g / w
 """
 
@@ -81,7 +81,7 @@ EQUAL = {"expert_largest_share": "expert_equal_share"}
 QUESTIONS = {
     "family": "a family",
     "size": "a given size",
-    "loss": "a given loss",
+    "loss": "any size will do",
     "existing": "the small one exists",
 }
 KEYS = ("start_loss", "flops", *(f"saved_{name}" for name in QUESTIONS))

@@ -55,7 +55,7 @@ NO_SCRATCH = (
     "no saving is known without a run of the large model from scratch: give one too "
     '([growth] method = "random")'
 )
-OTHER_SIZE = " has another size: it is compared for a given loss alone"
+OTHER_SIZE = " has another size: it is compared where any size will do"
 UNFINISHED = "the run that sets the mark is not finished, so nothing is said of savings yet"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
@@ -153,7 +153,7 @@ def draw(
     asked = f'Which run reaches the loss of "{plain(groups[0].title)}" with the fewest FLOPs?'
     title = asked if below else groups[0].label
     if sources:
-        title += "; grey: " + ", ".join(filter(None, ("small model", size_of(sources))))
+        title += f" (grey: {', '.join(filter(None, ('small model', size_of(sources))))})"
     axes.set_title(title, fontsize=TEXT, loc="left")
     figure.supxlabel("\n".join(notes_on(groups)), fontsize=SMALL, x=0.01, ha="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)

@@ -193,7 +193,7 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     assert figure.get_supxlabel() == BEYOND
     assert "saved" not in "".join(texts(figure, "cost"))
     groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
-    # the small one had 4 after 6 x 4 / 4.1 of 30 FLOPs, which is the answer for a given loss
+    # the small one had 4 after 6 x 4 / 4.1 of 30 FLOPs, which is the answer where any size will do
     assert [cells[3:] for cells in savings_cells(groups)[1:]] == [["-", "-", "80%", "-"], ["-"] * 4]
     below = runs_by_name([SCRATCH, curve("grown", [3.9, 3.5])], [beyond])
     assert savings_cells(below)[2][2] == "6, below the mark at its start"

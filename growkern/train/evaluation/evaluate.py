@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
-from growkern.files import read_toml, to_dataclass
+from growkern.files import read_json, read_toml, to_dataclass
 from growkern.growth.source import is_hub_name, located
 from growkern.train.dataset import find_sources, load_data
 from growkern.train.model import (
@@ -38,6 +38,7 @@ from growkern.train.model import (
     take_logits,
 )
 from growkern.train.objectives import Collator, evaluation_collator
+from growkern.train.safety import MARKER
 from growkern.train.sections import DataSection, Objective
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ NOT_KEYS = ("progress", "data")
 EMPTY = inspect.Parameter.empty
 # options of `DataSection` that an evaluation does not take
 FOR_TRAINING = {"train", "validation", "validation_split", "streaming", "shuffle_window"}
+# of the record of a run
+MOST_BYTES = 10_000_000
 # of Simpson's rule, for an error of the quantile below 1e-6
 STEPS = 1000
 
@@ -75,6 +78,7 @@ class EvaluationReport:
         labels: number of tokens that were predicted.
         blocks: number of rows of the data.
         seed: of the masks.
+        sequence_length: tokens per block.
     """
 
     causal: bool
@@ -85,6 +89,7 @@ class EvaluationReport:
     labels: int
     blocks: int
     seed: int
+    sequence_length: int
 
     @property
     def perplexity(self) -> float | None:
@@ -100,8 +105,8 @@ class EvaluationReport:
         """The report as a rich table."""
         from rich.table import Table
 
-        shares = f"{100 * self.confidence:g} % interval, t over {self.blocks} blocks"
-        table = Table("", "value", shares)
+        blocks = f"t over {self.blocks} blocks of {self.sequence_length} tokens"
+        table = Table("", "value", f"{100 * self.confidence:g} % interval, {blocks}")
 
         def add(name: str, value: float, ends: Sequence[float]) -> None:
             words = "-" if math.isnan(ends[0]) else " to ".join(f"{x:.4f}" for x in ends)
@@ -166,7 +171,8 @@ def evaluate(
         confidence: of the interval, in (0, 1).
         progress: whether to show progress bars.
         data: options of `growkern.DataSection`: `dataset` in place of `text`, its columns,
-            `sequence_length`, `masking_probability` and so on.
+            `sequence_length`, `masking_probability` and so on. By default the length is that of
+            the run, for the directory of a run or its checkpoint.
 
     Raises:
         GrowthError: options, model or data do not fit together, or the loss is not finite.
@@ -174,7 +180,8 @@ def evaluate(
     check_confidence(confidence)
     if batch_size < 1:
         raise GrowthError(f"batch_size is {batch_size}: it must be positive")
-    section = _section([text] if isinstance(text, (str, Path)) else text, dict(data))
+    given = {**(_of_run(Path(model)) if isinstance(model, (str, Path)) else {}), **data}
+    section = _section([text] if isinstance(text, (str, Path)) else text, given)
     if section.dataset is None:
         # a file that is missing is named before the model is loaded
         find_sources(section, Path(), "text")
@@ -190,7 +197,19 @@ def evaluate(
     if not math.isfinite(math.fsum(sums)):
         raise GrowthError("the loss is not finite: the model gives NaN or infinite logits")
     loss, (low, high) = ratio_interval(sums, counts, confidence)
-    return EvaluationReport(causal, loss, low, high, confidence, sum(counts), len(sums), seed)
+    shape = sum(counts), len(sums), seed, section.sequence_length
+    return EvaluationReport(causal, loss, low, high, confidence, *shape)
+
+
+def _of_run(directory: Path) -> dict[str, Any]:
+    """The tokens per block of the run that has a directory or a checkpoint, if it says so."""
+    is_checkpoint = directory.name.startswith("checkpoint-")
+    file = (directory.parent if is_checkpoint else directory) / MARKER
+    record = read_json(file, MOST_BYTES, "record") if file.is_file() else {}
+    try:
+        return {"sequence_length": record["run"]["data"]["sequence_length"]}
+    except (KeyError, TypeError):
+        return {}
 
 
 def _section(text: Sequence[str | Path], data: dict[str, Any]) -> DataSection:

@@ -88,7 +88,7 @@ def test_a_table_has_a_line_for_each_setting():
     assert shares[:2] == (MARK, "not reached by 1 of 3")
     assert shares[2].startswith("25.0 ±") and shares[3].startswith("≥ ")
     assert column["a given size"][2].startswith("5.0 ±")
-    assert set(column["a given loss"][2:]) == {"not known"}
+    assert set(column["any size will do"][2:]) == {"not known"}
 
 
 def test_shorter_runs_are_in_no_column_but_in_the_savings():

@@ -140,3 +140,17 @@ def test_the_keywords_are_the_options_of_the_data():
     """What type checkers and editors see is what `evaluate` takes."""
     options = {field.name for field in fields(DataSection)} - FOR_TRAINING
     assert get_type_hints(TextKeywords).keys() == options
+
+
+@pytest.mark.parametrize("place", ["", "checkpoint-3"])
+def test_a_run_is_evaluated_at_its_own_length(place, text, tmp_path, measure):
+    directory = tmp_path / "run" / place
+    build("gpt2", layers=1).save_pretrained(directory)
+    record = tmp_path / "run" / "run.json"
+    record.write_text(json.dumps({"run": {"data": {"sequence_length": 8}}}))
+    how = {"text": text, "tokenizer": TOKENIZER, "progress": False}
+    assert growkern.evaluate(directory, **how).sequence_length == 8
+    assert growkern.evaluate(directory, **how, sequence_length=16) == measure(directory, text=text)
+    record.write_text("[]")
+    with pytest.raises(growkern.GrowthError, match="128"):
+        growkern.evaluate(directory, **how)
