@@ -40,7 +40,7 @@ PARTS = {
     ),
     "growkern.train": (
         *("file_rules", "rules", "sections", "model", "distributed", "optimizer", "objectives"),
-        *("dataset", "loss", "topk_teacher", "evaluation", "safety", "loop", "run"),
+        *("dataset", "loss", "topk_teacher", "safety", "evaluation", "loop", "run"),
     ),
     "growkern.plot": ("figure", "curves", "roles", "losses"),
 }
