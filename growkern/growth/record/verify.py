@@ -153,7 +153,7 @@ def verify(
     """
     source = located(source, revision)
     record = None if lineage is None else read_lineage(path_of("lineage", lineage, RECORD))
-    opened_grown = _opened(grown, record and record.family)
+    opened_grown = _opened(grown, record.family if record else None)
     family = opened_grown.spec.family.whole
     opened = _opened(source, family if family.table is not None else None, opened_grown)
     wrong, notes, other = [], [], ""
