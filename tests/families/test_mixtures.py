@@ -17,7 +17,7 @@ import growkern
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.ops.expand.many import OneByOne
+from growkern.ops.expand.many import Work
 from growkern.train.model.flops import ModelCost, TokenCounts
 from growkern.train.model.sub_model import layer_stacks
 from testbed.models import fold_back, random_model, relative_error
@@ -209,7 +209,7 @@ def test_all_experts_are_built_together(tmp_path, monkeypatch):
     qwen3_moe(torch.float32).save_pretrained(tmp_path)
     plan = growkern.plan(tmp_path, **SIZES)
     calls, opened, open_file = [], [], os.open
-    monkeypatch.setattr(OneByOne, "_carry_out", lambda self, waiting: calls.extend(waiting))
+    monkeypatch.setattr(Work, "run", lambda self: calls.append(self._calls.pop()))
     monkeypatch.setattr(os, "open", lambda *args: opened.append(args) or open_file(*args))
     for task in plan.tasks:
         if len(task.shape) == 3:

@@ -66,7 +66,7 @@ from growkern.growth.plan import (
     old_entries,
 )
 from growkern.growth.record import plan_of_source, unknown_growth
-from growkern.ops.expand import OneByOne
+from growkern.ops.expand import Work
 
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule
 MUON_RULES: dict[str, Callable[[int, int], float]] = {
@@ -296,7 +296,7 @@ def grow_moment(
     else:
         found: dict[str | None, Any] = {task.source: weight, task.upper: upper}
         read_found = lambda name, *entries: found[name][entries]  # noqa: E731
-        kind.gather(axes, read_found, part, out, OneByOne(None))
+        kind.gather(axes, read_found, part, out, Work())
     check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, out)
     return out
 

@@ -8,7 +8,7 @@ from growkern.rooms import opener
 if TYPE_CHECKING:
     from growkern.ops.expand.call import DTYPES, Routing
     from growkern.ops.expand.limits import MOST_AMPLITUDE
-    from growkern.ops.expand.many import OneByOne, Work, work_on
+    from growkern.ops.expand.many import Work, work_on
     from growkern.ops.expand.expand_op import expand
 # fmt: on
 

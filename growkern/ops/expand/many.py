@@ -1,8 +1,8 @@
 """Carries out the `expand` calls of a growth: one by one, or on a GPU collected into few launches.
 
-`work_on` picks the way for a device. Both ways are used alike: ask for results by `expand`,
-register a callback with `then`, and call `run` at the end. Only calls for Triton are collected: on
-other backends a call costs next to nothing.
+`work_on` picks the way for a device. Ask for results by `Work.expand`, register a callback with
+`then`, and call `run` at the end. Only calls for Triton are collected: on other backends a call
+costs next to nothing.
 
 A model has a few hundred tensors, and launching a kernel costs more time than growing a small one.
 Calls of one kind (dtypes, with or without `upper`, kind of noise) therefore share a launch. The
@@ -312,13 +312,14 @@ BYTES_AT_ONCE = 1 << 30
 
 
 class Work:
-    """Collects calls of `expand`, and carries them out when enough memory waits for them.
+    """Carries out calls of `expand`: each at once by `backend`, or collected in few `launches`.
 
-    At most `bytes_at_once` of weights and results wait, or one larger tensor. 0: nothing waits.
+    Calls are collected where `bytes_at_once` is not 0, without the checks of `expand`. At most so
+    many bytes of weights and results wait, or one larger tensor.
     """
 
-    def __init__(self, bytes_at_once: int, backend: str | None = None) -> None:
-        self.bytes_at_once, self.backend = bytes_at_once, backend
+    def __init__(self, backend: str | None = None, bytes_at_once: int = 0) -> None:
+        self.backend, self.bytes_at_once, self.launches = backend, bytes_at_once, 0
         self._calls, self._after, self._bytes = list[ExpandCall](), list[Callable[[], Any]](), 0
 
     def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
@@ -341,43 +342,21 @@ class Work:
 
     def run(self) -> None:
         """Carry out every call that waits, then what needs the results."""
-        self._carry_out(self._calls)
+        if self.bytes_at_once:
+            self.launches += expand_many([call.as_matrices() for call in self._calls])
+        else:
+            for call in self._calls:
+                # the weight stays: a backend may read it from the host
+                weight, *rest = call.inputs
+                moved = [x.to(call.out.device) if isinstance(x, Tensor) else x for x in rest]
+                expand_call(ExpandCall.of_inputs(call.out, (weight, *moved)), None, self.backend)
         self._calls, self._bytes = [], 0
         waiting, self._after = self._after, []
         for action in waiting:
             action()
 
-    def _carry_out(self, calls: list[ExpandCall]) -> None:
-        raise NotImplementedError
-
-
-class OneByOne(Work):
-    """Carries out each call at once."""
-
-    def __init__(self, backend: str | None) -> None:
-        super().__init__(0, backend)
-
-    def _carry_out(self, calls: list[ExpandCall]) -> None:
-        for call in calls:
-            # the weight stays: a backend may read it from the host
-            weight, *rest = call.inputs
-            moved = [x.to(call.out.device) if isinstance(x, Tensor) else x for x in rest]
-            expand_call(ExpandCall.of_inputs(call.out, (weight, *moved)), None, self.backend)
-
-
-class WorkList(Work):
-    """Carries out waiting calls in few `launches`, which it counts, without `expand`'s checks."""
-
-    def __init__(self, bytes_at_once: int = BYTES_AT_ONCE) -> None:
-        super().__init__(bytes_at_once)
-        self.launches = 0
-
-    def _carry_out(self, calls: list[ExpandCall]) -> None:
-        self.launches += expand_many([call.as_matrices() for call in calls])
-
 
 def work_on(device: torch.device, backend: str | None) -> Work:
-    """A work list where `expand` would launch Triton kernels; else one call after another."""
-    if choose_backend(backend, device, BACKENDS) == "triton":
-        return WorkList()
-    return OneByOne(backend)
+    """Collects calls where `expand` would launch Triton kernels; else one call after another."""
+    is_triton = choose_backend(backend, device, BACKENDS) == "triton"
+    return Work(backend, BYTES_AT_ONCE if is_triton else 0)

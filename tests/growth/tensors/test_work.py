@@ -11,7 +11,7 @@ from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops import expand
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
-from growkern.ops.expand.many import WorkList, work_on
+from growkern.ops.expand.many import Work, work_on
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -40,7 +40,7 @@ def lists(monkeypatch):
 
     def recorded(device, backend):
         work = work_on(device, backend)
-        if isinstance(work, WorkList):
+        if work.bytes_at_once:
             work.bytes_at_once = limit[-1]
             made.append(work)
         return work
@@ -86,7 +86,7 @@ def test_built_models_are_filled_at_once(lists):
 
 
 def test_no_more_waits_than_is_allowed():
-    work = WorkList(bytes_at_once=100)
+    work = Work(bytes_at_once=100)
     sources = [torch.randn(2, 3) for _ in range(5)]
     outs, seen = [torch.zeros(2, 3) for _ in sources], []
     for source, out in zip(sources, outs, strict=True):

@@ -136,7 +136,7 @@ class Random(Gather):
         shape = (size, task.shape[1])
         widened = Gather(plan, replace(task, tensor=tensor, shape=shape, source="centroids"))
         whole = torch.empty(out.shape, dtype=out.dtype)
-        widened.build(lambda name: rows, part, whole, ops.OneByOne(None))
+        widened.build(lambda name: rows, part, whole, ops.Work())
         out.copy_(whole)
 
     def rows(self) -> Tensor | None:
@@ -278,7 +278,7 @@ class Drop(Patch):
     ) -> list[tuple[float, float]]:
         part = (slice(number, number + 1), slice(None), slice(None))
         copy = torch.empty(1, *self.task.shape[1:], dtype=self.plan.dtype_of(self.task))
-        Gather(self.plan, self.task).build(on_cpu(read), part, copy, ops.OneByOne(backend))
+        Gather(self.plan, self.task).build(on_cpu(read), part, copy, ops.Work(backend))
         return self._statistics(copy[0])
 
     def _matrices(self) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def build_tensor(
         as_matrix = partial(_as_matrix, plan, matrix, read)
         build_tensor(plan, matrix, read=as_matrix, backend=backend, part=place, out=flat, work=work)
         return out
-    kind_of(plan, task).build(read, part, out, work or ops.OneByOne(backend))
+    kind_of(plan, task).build(read, part, out, work or ops.Work(backend))
     return out
 
 
