@@ -32,6 +32,7 @@ from bench.shared.results import RESULTS, ROOT, cell, read, table, take, with_co
 from growkern.families import growable_fields, load_family, supported_families
 from growkern.plot.curves import first_crossing
 from growkern.plot.figure import COLORS, GREY, new_figure
+from testbed.growths import is_exact_in_any_width
 
 # the README and the pages of the documentation
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,7 +99,7 @@ def families(results: Path) -> str:
             (re.split(r"For(?=[A-Z])|(Encoder|Model)$", x)[0] for x in family.classes), key=len
         )
         ends = (name.removeprefix(start).removeprefix("For") for name in others)
-        widths = ["multiples", "any"][family.is_exact_in_any_width]
+        widths = ["multiples", "any"][is_exact_in_any_width(family)]
         exact = widths if "stream" in family.growable else "it stays"
         classes = ", ".join([f"`{first}`", *ends])
         lines.append([f"`{model_type}`", exact, _beside(fields, usual), classes])

@@ -28,6 +28,13 @@ def growable_parts(family):
     return {"head_dim", *parts} & {*family.growable}
 
 
+def is_exact_in_any_width(family):
+    """True where no hidden size changes the function, neither in the blocks nor in a head."""
+    # behind an activation, uneven copies change the mean that a norm subtracts
+    heads = any(space.activated and space.size == "stream" for space in family.spaces.values())
+    return family.pads_exactly and not (heads and family.norm.centres)
+
+
 def more_experts(model, count):
     """`count` copies of all experts."""
     return {
@@ -118,7 +125,7 @@ def at_once(model):
     sizes |= more_experts(model, 3)
     if "stream" not in family.growable:
         return sizes
-    if not family.is_exact_in_any_width:
+    if not is_exact_in_any_width(family):
         return sizes | heads | {"stream": 2 * old["stream"]}
     sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}
     if family.forces_head_dim and family.query_heads:

@@ -34,7 +34,7 @@ from growkern.cli.app import (
 )
 from growkern.errors import GrowthError, human, print_table, say
 from growkern.families import growable_fields, read_family
-from growkern.growth.disk import check_target, delete_staging, refusing
+from growkern.growth.disk import free_target
 from growkern.growth.options import (
     CHOICES,
     PAD_VOCAB,
@@ -280,9 +280,12 @@ def grow(
     Any other size in the config of SRC is an option too, such as --n-embd of GPT-2:
     docs/families.md lists them.
     """
-    check_with(optimizer, moments)
+    if moments is not None and optimizer is None:
+        raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
+    check_moments(moments or "grow")
     for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):
         parse_size(name, size)
+    # before PyTorch is imported
     free_target(source, target.resolve(), overwrite)
     place = located(source, revision)
     refuse_bare(place)
@@ -308,20 +311,6 @@ def grow(
     tell_growth(report, source, revision, compared, with_moments, as_json)
 
 
-def check_with(optimizer: Path | None, moments: str | None) -> None:
-    """Refuse moments that have no name or no optimizer."""
-    if moments is not None and optimizer is None:
-        raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
-    check_moments(moments or "grow")
-
-
-def free_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Refuse a target that exists, before PyTorch is imported."""
-    with refusing(target):
-        delete_staging(target)
-        check_target(source, target, overwrite)
-
-
 def tell_growth(
     report: Any,
     source: Path,
@@ -341,9 +330,13 @@ def tell_growth(
 
     findings = moment_findings(report.plan) if with_moments else ()
     if not as_json:
-        print_growth(report)
-        for finding in findings:
-            say(finding.line())
+        speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
+        kept = f", {human(report.bytes_kept)}B of it by an earlier run" if report.bytes_kept else ""
+        lines = [finding.line() for finding in report.plan.findings]
+        lines += [f"note: {line}" for line in report.plan.portability()]
+        lines.append(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
+        for line in [*lines, *(finding.line() for finding in findings)]:
+            say(line)
     place, checked = report.plan.source.directory or source, None
     if compared:
         checked = check(place, report.directory, **compared)
@@ -365,17 +358,6 @@ def torch_dtype(name: str | None) -> Any:
     import torch
 
     return None if name is None else getattr(torch, name)
-
-
-def print_growth(report: Any) -> None:
-    """Print the findings of a growth, and how much it wrote and how fast."""
-    for finding in report.plan.findings:
-        say(finding.line())
-    for line in report.plan.portability():
-        say(f"note: {line}")
-    speed = (report.bytes_written - report.bytes_kept) / max(report.seconds, 1e-9)
-    kept = f", {human(report.bytes_kept)}B of it by an earlier run" if report.bytes_kept else ""
-    say(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
 
 
 def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:

@@ -289,13 +289,6 @@ class Family:
         is_free = self.norm.placement == "pre" and "stream" not in written
         return self.norm.has_weight and (is_free or not self.norm.centres)
 
-    @property
-    def is_exact_in_any_width(self) -> bool:
-        """True where no hidden size changes the function, neither in the blocks nor in a head."""
-        # behind an activation, uneven copies change the mean that a norm subtracts
-        heads = [s for s in self.spaces.values() if s.activated and s.size == "stream"]
-        return self.pads_exactly and not (heads and self.norm.centres)
-
     def rows_of(self, class_name: str) -> Iterator[tuple[str, Row, str]]:
         """The rows of a class: (part of the table, row, stack), one for each stack of a row."""
         model_class = self.classes[class_name]

@@ -19,10 +19,9 @@ from growkern.growth.disk import (
     are_stored,
     check_space,
     check_target,
-    delete_staging,
+    free_target,
     lay_out,
     read_modules,
-    refusing,
     write_checksums,
     write_companions,
     write_modules,
@@ -263,9 +262,7 @@ def grow_checkpoint(
         raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
     state_path = None if optimizer is None else path_of("optimizer", optimizer, "its file")
     limit = parse_size("memory_limit", memory_limit)
-    with refusing(target):
-        delete_staging(target)
-        check_target(source_path, target, overwrite)
+    free_target(source_path, target, overwrite)
     grown = plan(
         located(source_dir, revision),
         target_config=target_config,
@@ -282,8 +279,7 @@ def grow_checkpoint(
     state = None if state_path is None else OptimizerStream(grown, state_path, moments, limit)
     in_files = grown.large.stored_names, grown.large.transposed
     layout = lay_out(_shapes(grown), grown.dtypes, shard_size, *in_files)
-    with refusing(target):
-        check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
+    check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     # whatever the caller's default device is, pieces of weights have numbers
     with cpu_by_default(), staging(target, resume=resume) as staged:
         check_target(source_path, target, overwrite)

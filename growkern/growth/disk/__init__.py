@@ -10,8 +10,8 @@ if TYPE_CHECKING:
         write_checksums)
     from growkern.growth.disk.companions import (complete_config, copy_companions, read_modules,
         write_companions, write_modules)
-    from growkern.growth.disk.staging import (check_space, check_target, delete_staging,
-        is_unedited, Journal, may_replace, refusing, stamped)
+    from growkern.growth.disk.staging import (check_space, check_target, free_target,
+        is_unedited, Journal, may_replace, stamped)
     from growkern.growth.disk.stream import lay_out, ShardLayout, Stream
 # fmt: on
 

@@ -203,11 +203,6 @@ def staging(target: Path, *, resume: bool) -> workplace.Workplace:
     return workplace.Workplace(target, KIND, may_replace, resume=resume)
 
 
-def delete_staging(target: Path) -> None:
-    """Tidy up beside a target after a killed process."""
-    workplace.delete_leftovers(target, KIND, may_replace)
-
-
 def may_replace(directory: Path) -> bool:
     """Whether a directory is a checkpoint of growkern or empty: nothing else is ever replaced."""
     return why_kept(directory) is None
@@ -237,18 +232,26 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise GrowthError(f"{target} exists: give another directory or {again}")
 
 
+def free_target(source: Path, target: Path, overwrite: bool) -> None:
+    """`check_target`, after tidying up beside it what a killed process left."""
+    with _refusing(target):
+        workplace.delete_leftovers(target, KIND, may_replace)
+        check_target(source, target, overwrite)
+
+
+def check_space(target: Path, size: int) -> None:
+    """`growkern.publish.workplace.check_space` for a growth."""
+    with _refusing(target):
+        workplace.check_space(target, KIND, size)
+
+
 @contextlib.contextmanager
-def refusing(target: Path) -> Iterator[None]:
+def _refusing(target: Path) -> Iterator[None]:
     """Turn the system's errors about a target into `GrowthError`, before any work is done."""
     try:
         yield
     except OSError as error:
         raise GrowthError(f"{target}: {error.strerror or error}: give another directory") from error
-
-
-def check_space(target: Path, size: int) -> None:
-    """`growkern.publish.workplace.check_space` for a growth."""
-    workplace.check_space(target, KIND, size)
 
 
 # what `save_pretrained` of a grown model writes beside its lineage, which lists no files

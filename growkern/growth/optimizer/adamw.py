@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan import PlanOfModel
 from growkern.growth.sharded import local_part
 from growkern.growth.stored import own_name
-from growkern.ops.adamw import Factors, StatePart, UpdateRule, adamw_step
+from growkern.ops.adamw import StatePart, UpdateRule, adamw_step
 
 FUSED_DEVICES = ("cpu", "cuda")
 
@@ -50,8 +51,8 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 class Uniform(NamedTuple):
     """u and g of (1), where all entries of a part share them."""
 
-    lr: float = 1.0
-    eps: float = 1.0
+    lr: float
+    eps: float
 
 
 def rule_of(group: dict[str, Any], step: float) -> UpdateRule:
@@ -79,14 +80,6 @@ def is_old_of(factors: EntryFactors) -> bool | None:
     if all(bool(x.all()) for x in factors.old):
         return True
     return None if all(bool(x.any()) for x in factors.old) else False
-
-
-def factors_for_step(factors: EntryFactors, *, scaled: bool) -> Factors:
-    """The factors as a step takes them; `scaled=False`: those of plain AdamW."""
-    if scaled:
-        return Factors(factors.lr, factors.eps, factors.old, factors.centre)
-    lr, eps = (tuple(map(torch.ones_like, x)) for x in (factors.lr, factors.eps))
-    return Factors(lr, eps, factors.old)
 
 
 def can_be_fused(part: StatePart) -> bool:
@@ -239,14 +232,16 @@ class GrowthAdamW(torch.optim.AdamW):
         factors = growth_lr_multipliers(plan)
         if matched:
             warn_of_unknown_growth(plan)
-        self._factors: dict[Tensor, Factors] = {}
+        self._factors: dict[Tensor, EntryFactors] = {}
         self._uniform: dict[Tensor, Uniform | None] = {}
         self._is_old: dict[Tensor, bool | None] = {}
         for group in self.param_groups:
             for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
                 own = factors_of(factors, name, p)
-                self._factors[p] = factors_for_step(own, scaled=matched)
-                self._uniform[p] = uniform_of(own) if matched else Uniform()
+                if not matched:
+                    lr, eps = (tuple(map(torch.ones_like, x)) for x in (own.lr, own.eps))
+                    own = replace(own, lr=lr, eps=eps, centre=())
+                self._factors[p], self._uniform[p] = own, uniform_of(own)
                 self._is_old[p] = is_old_of(own)
             if "param_names" not in group:
                 raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")

@@ -66,6 +66,7 @@ from growkern.growth.plan import (
     old_entries,
 )
 from growkern.growth.record import plan_of_source, unknown_growth
+from growkern.ops.adamw import Factors
 from growkern.ops.expand import Work
 
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule
@@ -79,26 +80,15 @@ ReadEntries = Callable[[str, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
-class EntryFactors:
-    """Factors for AdamW of every entry of one grown parameter.
-
-    `lr`, `eps` and `old` hold one vector per axis, shaped to broadcast. The product over the axes
-    is the factor of an entry.
+class EntryFactors(Factors):
+    """Factors of every entry of one grown parameter: u and g of (2), and the centre of (4).
 
     Attributes:
-        lr: u of (2), float64, positive.
-        eps: g of (2), float64, positive.
-        old: bool; an entry existed in the source if it is true on all axes.
-        centre: one vector that weight decay pulls towards, see (4); () if that is 0.
         muon: of a matrix, or of the stacked ones of experts, the factor of Muon's learning rate by
             the name of `adjust_lr_fn`: (5) over the growth of that rule. PyTorch's default, None,
             is "original". "none": (5).
     """
 
-    lr: tuple[Tensor, ...]
-    eps: tuple[Tensor, ...]
-    old: tuple[Tensor, ...]
-    centre: tuple[Tensor, ...] = ()
     muon: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
