@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from growkern.publish.calls import (delete, Held, Lock, LOCK_FILE, lock_file_of, locked,
         make_folder, move, open_ours)
     from growkern.publish.manifest import (damage_of, differences, MANIFEST, read_manifest,
-        recorded_in, why_kept, write_manifest)
+        read_record, recorded_in, why_kept, write_manifest, write_record)
     from growkern.publish.workplace import check_space
 # fmt: on
 

@@ -1,7 +1,8 @@
 """Records the size and the checksum of every file in a directory, and compares them later.
 
 Run checkpoints, the final model of a run, exports and teacher caches have such a
-`manifest.json`. It is written last, so a directory that has one was written to its end.
+`manifest.json`. It is written last, so a directory that has one was written to its end. The record
+of a growth is another one, which has tensors too (`growkern.growth.disk.checksums`).
 
 Every command that deletes a directory, because something new takes its place, asks `why_kept`: it
 may go if growkern recognises each file in it. A record of growkern lists the file, or its name is
@@ -14,20 +15,22 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.files import ALGORITHM, check_format, checksum, read_json, stays_inside
 from growkern.package import version
 
 MANIFEST = "manifest.json"
-# of the manifest
+# of records
 FORMAT = 1
-# an entry has 100 bytes; a teacher cache of 1 TB has 4,000 files
-MOST_BYTES = 16_000_000
+# an entry has 100 bytes. A teacher cache of 1 TB has 4,000 files; a growth has one for each tensor
+MOST_BYTES = 64_000_000
 
 # path inside the directory -> its size in bytes and its checksum
 Manifest = dict[str, tuple[int, str]]
@@ -49,26 +52,40 @@ def write_manifest(
         files[name] = {"bytes": path.stat().st_size, "checksum": total}
     for path in beside:
         files[path.name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-    record = {"format": FORMAT, "growkern": version(), "algorithm": ALGORITHM, "files": files}
-    (directory / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(directory / MANIFEST, {"files": files})
+
+
+def write_record(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a record that `read_record` reads."""
+    record = {"format": FORMAT, "growkern": version(), "algorithm": ALGORITHM, **content}
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read_record(file: Path, what: str, keys: Mapping[str, type]) -> dict[str, Any]:
+    """A record of checksums; one that is damaged, or names files elsewhere, is refused.
+
+    `keys` are its own, with the types of their values; "files" is one of them.
+    """
+    record = read_json(file, MOST_BYTES, what)
+    check_format(file, record, FORMAT, keys)
+    given = record if isinstance(record, dict) else {}
+    if wrong := [key for key, kind in keys.items() if type(given.get(key)) is not kind]:
+        raise GrowthError(f"{file}: not a {what}: no {wrong[0]}")
+    if outside := [name for name in given["files"] if not stays_inside(name)]:
+        raise GrowthError(f"{file}: {reprlib.repr(outside[0])} is not a file of the checkpoint")
+    if given.get("algorithm") != ALGORITHM:
+        raise GrowthError(f"{file}: made with {given.get('algorithm')!r}, expected {ALGORITHM!r}")
+    return given
 
 
 def read_manifest(directory: Path) -> Manifest:
     """The recorded sizes and checksums. Files elsewhere are refused."""
-    file = directory / MANIFEST
+    keys = {"algorithm": str, "files": dict}
+    files = read_record(directory / MANIFEST, "manifest", keys)["files"]
     try:
-        record = read_json(file, MOST_BYTES, "manifest")
-    except GrowthError as error:
-        raise GrowthError(f"{file}: not a manifest") from error
-    check_format(file, record, FORMAT, ("algorithm", "files"))
-    try:
-        result = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
-        is_known = record["algorithm"] == ALGORITHM and all(map(stays_inside, result))
-    except (OverflowError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GrowthError(f"{file}: not a manifest") from error
-    if not is_known:
-        raise GrowthError(f"{file}: not a manifest of files with {ALGORITHM} checksums")
-    return result
+        return {name: (int(f["bytes"]), f["checksum"]) for name, f in files.items()}
+    except (OverflowError, ValueError, KeyError, TypeError) as error:
+        raise GrowthError(f"{directory / MANIFEST}: not a manifest: {error!r}") from error
 
 
 def damage_of(directory: Path, name: str, manifest: Manifest) -> str | None:

@@ -10,7 +10,6 @@ XXH3 runs at the speed of memory: 60 GB/s where CRC-32 reads 4. It detects damag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.files import ALGORITHM, checksum
-from growkern.growth.disk.checksum_record import FORMAT, read_checksums
+from growkern.files import checksum
+from growkern.growth.disk.staging import read_checksums
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE, family_in
 from growkern.growth.source import header_reader, open_source, weight_files
 from growkern.growth.stored import PIECE_BYTES, StoredTensor, row_blocks
+from growkern.publish import write_record
 
 # of the record
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
@@ -77,14 +77,12 @@ def write_checksums(
     inside = [file for file in directory.rglob("*") if file.is_file()]
     names = sorted(file.relative_to(directory).as_posix() for file in inside)
     record = {
-        "format": FORMAT,
-        "algorithm": ALGORITHM,
         "piece_bytes": PIECE_BYTES,
         "files": {n: (known or {}).get(n) or checksum_file(directory, n) for n in names},
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
     }
-    (directory / CHECKSUMS_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(directory / CHECKSUMS_FILE, record)
 
 
 def checksum_file(directory: Path, name: str) -> str:
@@ -121,7 +119,7 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     of weights is reported too, because a loader may read it. Other files may be added. With
     `source`, the directory it was grown from, the tensors of that are compared too.
     """
-    record = read_checksums(directory / CHECKSUMS_FILE)
+    record = read_checksums(directory)
     wrong = [*_wrong_files(directory, record["files"])]
     family = family_in(directory)
     try:

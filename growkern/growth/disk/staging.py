@@ -42,7 +42,6 @@ from typing import Any
 
 from growkern.errors import GrowthError, listed
 from growkern.files import read_json, text_of, write_all
-from growkern.growth.disk.checksum_record import read_checksums
 from growkern.growth.history import (
     CARD_FILE,
     CHECKSUMS_FILE,
@@ -50,7 +49,7 @@ from growkern.growth.history import (
     MOST_LINEAGE_BYTES,
     NEEDED,
 )
-from growkern.publish import manifest, recorded_in, workplace
+from growkern.publish import manifest, read_record, recorded_in, workplace
 
 KIND = "growing"
 Mark = tuple[str, int, int]
@@ -288,10 +287,27 @@ def why_kept(directory: Path) -> str | None:
     return manifest.why_kept(directory, "a checkpoint", is_known, recorded)
 
 
+# keys of the record of a growth's checksums
+RECORDED = {"piece_bytes": int, "files": dict, "source": dict, "target": dict}
+# a piece is held in memory
+MOST_PIECE_BYTES = 1 << 28
+
+
+def read_checksums(directory: Path) -> dict[str, Any]:
+    """The record of a growth's checksums; one that is damaged or another program's is refused."""
+    file = directory / CHECKSUMS_FILE
+    if not file.is_file():
+        raise GrowthError(f"{directory}: no {file.name}; only grow_checkpoint writes one")
+    record = read_record(file, "record of checksums", RECORDED)
+    if not 1 <= record["piece_bytes"] <= MOST_PIECE_BYTES:
+        raise GrowthError(f"{file}: piece_bytes is {reprlib.repr(record['piece_bytes'])}")
+    return record
+
+
 def _with_checksums(directory: Path) -> set[str]:
     """The files that a growth recorded, and its record."""
     try:
-        return {*read_checksums(directory / CHECKSUMS_FILE)["files"], CHECKSUMS_FILE}
+        return {*read_checksums(directory)["files"], CHECKSUMS_FILE}
     except GrowthError:
         return set()
 

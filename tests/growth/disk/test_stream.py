@@ -286,7 +286,8 @@ def test_what_is_no_weight_may_be_added(with_tokenizer):
         ("[1]", "not a record"),
         ("[" * 100_000, "not valid JSON"),
         (
-            '{"format": 1, "piece_bytes": 0, "files": {}, "source": {}, "target": {}}',
+            '{"format": 1, "piece_bytes": 0, "files": {}, "source": {}, "target": {}, '
+            '"algorithm": "xxh3_128"}',
             "piece_bytes is 0",
         ),
         (
