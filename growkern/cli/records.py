@@ -104,24 +104,19 @@ def compare_checksums(
             f"SRC has no effect, as {place} has no {CHECKSUMS_FILE} with checksums of a source: "
             f"give {place} alone"
         )
-    if not is_grown:
-        compared = differences(place, weight_files())
-        wrong, checked = list(compared.wrong), {"files": compared.checked}
-        uncovered = list(compared.uncovered)
-    else:
-        report = verify_checksums(place, origin)
-        wrong, checked, uncovered = list(report.wrong), dict(report.checked), []
+    found = verify_checksums(place, origin) if is_grown else differences(place, weight_files())
     if as_json:
-        print_json({"checked": checked, "changed": wrong, "uncovered": uncovered})
+        lists = {"changed": list(found.wrong), "uncovered": list(found.uncovered)}
+        print_json({"checked": dict(found.checked), **lists})
     else:
-        if uncovered:
-            say(f"not covered by checksums: {listed(uncovered, 5)}")
-        for difference in wrong:
+        if found.uncovered:
+            say(f"not covered by checksums: {listed(found.uncovered, 5)}")
+        for difference in found.wrong:
             say(f"changed: {difference}")
         nouns = {"target": "target tensor", "files": "file", "source": "source tensor"}
-        counts = ", ".join(counted(count, nouns[what]) for what, count in checked.items())
-        say(f"{counts}: {len(wrong)} changed")
-    if wrong:
+        counts = ", ".join(counted(count, nouns[what]) for what, count in found.checked.items())
+        say(f"{counts}: {len(found.wrong)} changed")
+    if not found.ok:
         raise typer.Exit(1)
 
 

@@ -110,16 +110,21 @@ def damage_of(directory: Path, name: str, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True)
 class Differences:
-    """Result of `differences`.
+    """How a directory, or a growth, differs from what was recorded when it was written.
 
     Attributes:
-        wrong: "file: reason" for every difference.
+        checked: how much was compared: "files"; of a growth, tensors of its "target" and "source".
+        wrong: "file: reason", or "file: tensor" for every tensor with other bytes.
         uncovered: files that no manifest names, such as event logs; they were not compared.
     """
 
-    checked: int
+    checked: Mapping[str, int]
     wrong: tuple[str, ...]
-    uncovered: tuple[str, ...]
+    uncovered: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong
 
 
 def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
@@ -155,7 +160,7 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
         seen |= {part / name for name in (*compared, MANIFEST)}
     left = (path for path in directory.rglob("*") if path.is_file() and path not in seen)
     uncovered = sorted(path.relative_to(directory).as_posix() for path in left)
-    return Differences(count, tuple(wrong), tuple(uncovered))
+    return Differences({"files": count}, tuple(wrong), tuple(uncovered))
 
 
 # ------------------------------------------------------- what may be replaced

@@ -11,7 +11,6 @@ XXH3 runs at the speed of memory: 60 GB/s where CRC-32 reads 4. It detects damag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from growkern.growth.disk.staging import read_checksums
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE, family_in
 from growkern.growth.source import header_reader, open_source, weight_files
 from growkern.growth.stored import PIECE_BYTES, StoredTensor, row_blocks
-from growkern.publish import write_record
+from growkern.publish import Differences, write_record
 
 # of the record
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
@@ -98,21 +97,7 @@ def _header_reader(name: str) -> Callable[[Path], bytes] | None:
     return None if "/" in name else header_reader(Path(name))
 
 
-@dataclass(frozen=True)
-class ChecksumReport:
-    """Result of `verify_checksums`."""
-
-    # how much was compared: tensors of "target" and "source", "files" of the target
-    checked: Mapping[str, int]
-    # "file: tensor" for every tensor with other bytes, and "file: reason" for other differences
-    wrong: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.wrong
-
-
-def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumReport:
+def verify_checksums(directory: Path, source: Path | None = None) -> Differences:
     """Compare a grown checkpoint with the checksums that were recorded when it was written.
 
     Every recorded file must be there unchanged, with the recorded tensors and no others. A new file
@@ -141,7 +126,7 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
         headers = opened.headers
         wrong += _wrong_tensors(source, headers, record["source"], record["piece_bytes"])
         checked["source"] = len(record["source"])
-    return ChecksumReport(checked, tuple(wrong))
+    return Differences(checked, tuple(wrong))
 
 
 def _wrong_tensors(
