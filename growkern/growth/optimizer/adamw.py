@@ -239,8 +239,8 @@ class GrowthAdamW(torch.optim.AdamW):
             for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
                 own = factors_of(factors, name, p)
                 if not matched:
-                    lr, eps = (tuple(map(torch.ones_like, x)) for x in (own.lr, own.eps))
-                    own = replace(own, lr=lr, eps=eps, centre=())
+                    ones = [tuple(map(torch.ones_like, x)) for x in (own.lr, own.eps)]
+                    own = replace(own, lr=ones[0], eps=ones[1], centre=())
                 self._factors[p], self._uniform[p] = own, uniform_of(own)
                 self._is_old[p] = is_old_of(own)
             if "param_names" not in group:
