@@ -54,7 +54,11 @@ def collect() -> dict[str, Any]:
     from growkern.growth.plan import usable_cores
     from growkern.ops.backend import describe_backends
 
-    versions = {"python": platform.python_version(), "growkern": _own_version()}
+    own = package.version()
+    if _version("growkern") is None:
+        # a source tree
+        own += f", not installed: runs from {Path(package.__file__).parent}"
+    versions = {"python": platform.python_version(), "growkern": own}
     versions |= {name: _version(name) or "not installed" for name in PACKAGES}
     cores, threads = counted(usable_cores(), "core"), counted(torch.get_num_threads(), "thread")
     devices = [f"{_processor()}, {cores}, {threads} in use"]
@@ -72,13 +76,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _own_version() -> str:
-    """The version that runs; for a source tree that is not installed, also its folder."""
-    if _version("growkern") is not None:
-        return package.version()
-    return f"{package.version()}, not installed: runs from {Path(package.__file__).parent}"
 
 
 def _processor() -> str:

@@ -221,21 +221,18 @@ class ModelSpec:
             )
         return int(head_dim * shares.pop())
 
-    def turns_in_pairs(self, head_dim: int) -> bool:
-        """True if heads of this size have whole rotary pairs, or room to complete the last."""
-        turning = self.turning_of(head_dim)
-        most = turning if self.family.attention.whole_pairs else head_dim
-        return turning + turning % 2 <= most
-
     def check_turning(self) -> None:
         """Refuse heads that do not fit their rotary pairs: transformers cannot run such a model."""
         if not self.family.query_heads:
             return
         head_dim = self.head_dim(self.family.query_heads[0])
-        if not self.turns_in_pairs(head_dim):
+        turning = self.turning_of(head_dim)
+        # others have room to complete the last pair
+        most = turning if self.family.attention.whole_pairs else head_dim
+        if turning + turning % 2 > most:
             raise UnfitError(
-                f"head_dim={head_dim}: rotary positions turn {self.turning_of(head_dim)} entries "
-                "of a head, in pairs, so that number must be even"
+                f"head_dim={head_dim}: rotary positions turn {turning} entries of a head, in "
+                "pairs, so that number must be even"
             )
 
     def space_size(self, name: str) -> int:

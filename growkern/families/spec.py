@@ -138,11 +138,6 @@ FORMS = ("value", "runs", "letters", "scaling", "typed_scaling", *PATTERNS)
 LETTER_OF = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
-def _spelled(runs: Any) -> list[Any]:
-    """The list that pairs [entries, times] stand for."""
-    return [entry for entries, times in runs or () for entry in times * [*entries]]
-
-
 # the only entries that a table with `type` may hold beside it: older versions count them
 TYPED_KEYS = ("factor", "short_factor", "long_factor")
 # of a pattern that is a text: layers with sliding and with full attention
@@ -199,7 +194,8 @@ class OlderKey:
         if self.form == "letters":
             return "".join(LETTER_OF[kind] for kind in result or ()) or now
         if self.form == "runs":
-            return now if not result or _spelled(now) == result else [[result, 1]]
+            spelled = [entry for entries, times in now or () for entry in times * [*entries]]
+            return now if not result or spelled == result else [[result, 1]]
         return result if self.form == "value" else self._scaling(result, config, beside)
 
     def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | str | None:
