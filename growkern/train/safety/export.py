@@ -31,8 +31,6 @@ KIND = "exporting"
 def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
     """Write the model of a run's last whole checkpoint as a Hugging Face directory.
 
-    Of a generator and a discriminator the target holds both, as the run does.
-
     The target appears complete, or is replaced in one step. The run is only read.
 
     Args:

@@ -18,17 +18,9 @@ from growkern.families.family import inner
 from growkern.families.model import ModelSpec
 from growkern.families.table_files import load_family
 from growkern.growth.plan.axes import axis_maps
+from testbed import growths
 from testbed.families import FAMILIES
-from testbed.growths import (
-    HEADS,
-    alone,
-    at_once,
-    grown_by,
-    head_counts,
-    heads_grow,
-    is_exact_in_any_width,
-    largest_error,
-)
+from testbed.growths import HEADS, alone, at_once, grown_by, head_counts, heads_grow, largest_error
 from testbed.models import batches, random_model, run
 from testbed.relatives import GEMMA4_SMALL, RELATIVES, with_sizes
 from tests.growth.plan.test_matrix import EXACT, grown_on_disk
@@ -64,7 +56,7 @@ def test_every_size_that_a_table_offers_has_a_case(model_type):
     assert cases.keys() - {"head_dim"} == offered - {"head_dim"}
     assert all(what == HEADS or sizes[what] > model.size(what) for what, sizes in cases.items())
     larger = {key for key, size in at_once(model).items() if size > model.size(key)}
-    kept = set() if is_exact_in_any_width(model.family) else head_counts(model).keys()
+    kept = set() if growths.is_exact_in_any_width(model.family) else head_counts(model).keys()
     assert larger == offered - {HEADS} - kept
 
 
