@@ -99,10 +99,10 @@ def _table_line(row: dict[str, Any]) -> str:
 
 
 def save(rows: list[dict[str, Any]], path: Path = RESULTS / "outside.json") -> None:
-    """Put rows in the place of those of the same runtimes in the same major versions."""
+    """Put rows in the place of those of a family in the same runtime and major version."""
 
-    def column(row: dict[str, Any]) -> tuple[str, str]:
-        return row["runtime"], row["version"].split(".")[0]
+    def column(row: dict[str, Any]) -> tuple[str, ...]:
+        return row["runtime"], row["version"].split(".")[0], row["family"]
 
     new = {column(row) for row in rows}
     kept = [row for row in read_result(path).get("rows", []) if column(row) not in new]

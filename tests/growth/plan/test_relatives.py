@@ -7,6 +7,7 @@ of every family.
 
 import json
 import re
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -167,6 +168,24 @@ def test_layers_that_take_the_keys_of_others_have_heads_in_their_order():
     source = random_model("Gemma4ForCausalLM", sizes)
     grown = growkern.grow(source, num_attention_heads=9, num_key_value_heads=9, scheme="paper")
     assert_exact(source, grown, grown.growth_plan)
+
+
+@pytest.mark.parametrize("rule, without", [("one", ()), ("ahead", None)])
+def test_a_rule_of_new_layers_is_needed(rule, without):
+    source, family = random_model("Gemma4ForCausalLM", GEMMA4_SMALL), load_family("gemma4_text")
+    for table in (family, replace(family, depth=replace(family.depth, **{rule: without}))):
+        grown = growkern.grow(source, num_hidden_layers=6, depth="identity", family=table)
+        error = largest_error(source, grown, grown.growth_plan)
+        assert (error <= EXACT) if table is family else (error > 0.1)
+
+
+def test_an_indexer_that_chose_more_tokens_would_change_the_outputs():
+    source, other = (random_model(*ALL["deepseek_v32"], index_topk=n) for n in (3, 4))
+    with pytest.raises(growkern.GrowthError, match="no size 'index_topk' to grow"):
+        growkern.plan(source, index_topk=4)
+    assert all(map(torch.equal, source.parameters(), other.parameters()))
+    old, new = (run(model, batches(model)[""])["logits"] for model in (source, other))
+    assert (new - old).abs().max() > 0.1 * old.abs().max()
 
 
 def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
