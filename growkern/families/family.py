@@ -125,7 +125,7 @@ class Family:
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "runtimes": ("head_dim", "layers", "scale", "renormalised")
+        "runtimes": ("head_dim", "layers", "scale", "renormalised", "eps")
     }
 
     model_type: str

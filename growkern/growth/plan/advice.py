@@ -213,6 +213,9 @@ def portability(plan: Blueprint) -> Iterator[str]:
                 f"{field}=True: {_named(plan, 'renormalised')} wrong outputs, as they do not "
                 f"divide the weights of chosen experts by their sum in a {large.family.model_type}"
             )
+    if large.family.runtimes.get("eps") and small.norm_epsilon != large.norm_epsilon:
+        why = f"{_named(plan, 'eps')} wrong outputs, as some norms do not read it"
+        yield f"{large.family.norm.eps} changes: {why}"
     yield from _vocabulary(plan)
     if large.short_cache:
         field, layers = large.short_cache

@@ -367,8 +367,7 @@ def check_layer_kinds(
     small: ModelSpec, stack: str, layers: Sequence[int], options: GrowthOptions
 ) -> None:
     """Refuse a depth at which a layer copies one of another kind, by the layers of `layers_of`."""
-    other = _first_other(small, layers)
-    if other is None:
+    if (other := _first_other(small, layers)) is None:
         return
     layer, kind = other
     field = small.family.config_field(small.family.stacks[stack])
@@ -380,10 +379,8 @@ def check_layer_kinds(
     ][:2]
     fix = f"; the nearest depths that fit: {' or '.join(map(str, sorted(near)))}" if near else ""
     # the default inside a run is another one
-    if (
-        _first_other(small, _repeated(small, old, new, 1, replace(options, depth="identity")))
-        is None
-    ):
+    default = _repeated(small, old, new, 1, replace(options, depth="identity"))
+    if _first_other(small, default) is None:
         fix += "; depth='identity' fits"
     raise UnfitError(
         f"{field}={new}: layer {layer} would copy layer {layers[layer]} of the source, but only "
@@ -439,6 +436,10 @@ def refuse_unportable(small: ModelSpec, large: ModelSpec, options: GrowthOptions
         raise UnfitError(
             f"head_dim={large.head_dim()} is not {computed_head_dim(large)}, which portable=True "
             "needs"
+        )
+    if small.family.runtimes.get("eps") and eps_factor(small, large) != 1:
+        raise UnfitError(
+            f"{small.family.norm.eps} would change, which portable=True keeps: give whole copies"
         )
     rotary = small.turning, large.turning
     if rotary[0] != rotary[1] and pair_step(*rotary) is None:

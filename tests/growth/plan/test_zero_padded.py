@@ -68,6 +68,13 @@ def test_moments_of_old_entries_are_those_of_their_gradients(family, growth):
             assert wrong.max() <= 1e-9 * truth.abs().max(), (name, key)
 
 
+def test_a_runtime_that_does_not_read_eps_is_named():
+    source = source_of("mamba2", {})
+    assert "layer_norm_epsilon changes: MLX" in str(growkern.plan(source, hidden_size=18))
+    with pytest.raises(growkern.GrowthError, match="layer_norm_epsilon would change"):
+        growkern.plan(source, hidden_size=18, portable=True)
+
+
 def test_an_eps_that_is_no_field_cannot_follow(tmp_path):
     source, table = source_of("mamba2", {}), tmp_path / "own.toml"
     norm = 'kind = "rmsnorm"\nplacement = "pre"\neps = 0.01'
