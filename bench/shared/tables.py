@@ -423,9 +423,9 @@ def outside(results: Path) -> str:
         alike.setdefault(tuple(_loaded(own.get(x, [])) for x in columns), []).append(f"`{family}`")
     # short enough to be read
     lines = [
-        [", ".join(families[i : i + 5]), *cells]
+        [", ".join(families[i : i + 8]), *cells]
         for cells, families in alike.items()
-        for i in range(0, len(families), 5)
+        for i in range(0, len(families), 8)
     ]
     return table(["family", *(" ".join(column) for column in columns)], lines)
 
