@@ -136,10 +136,11 @@ def draft_family(config: Any) -> DraftedFamily:
         GrowthError: something in the class fits no rule; it names one tensor and the nearest table.
     """
     try:
-        cls, config, (method, _) = class_for(config), copy.deepcopy(config), quantisation_of(config)
-        leave_out_quantisation(config)
+        cls = class_for(config)
         if inner := [k for k in type(config).sub_configs if getattr(config, k, None)]:
             raise GrowthError(f"its config holds others, {', '.join(inner)}: a draft has one stack")
+        config, (method, _) = copy.deepcopy(config), quantisation_of(config)
+        leave_out_quantisation(config)
         found, report, assumed = _searched(*_measured(cls, config), cls.__name__)
         family = own_family("draft", found)
         for fault in (*faults_of(family, config), *report.faults):

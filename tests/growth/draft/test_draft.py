@@ -133,6 +133,8 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
     [
         (transformers.MambaConfig(), r"\(Mamba 1\); nearest: .* --table my.toml"),
         (T5, r"nearest: \w*t5"),
+        # several texts
+        (transformers.MusicgenConfig(), "holds others, text_encoder, .* nearest: "),
         (transformers.TapasConfig(), r"embeddings\.\w+\.weight \[.*: small models fail: "),
         (transformers.BartConfig(), r"k_proj\.weight \[.*: 0 lists of layers.* nearest: bart"),
         (transformers.HYV4Config(), r"input_norm \[\]: HYV4.* computes none of .* nearest: "),
