@@ -542,9 +542,10 @@ class GrowthStep(GrowthOptions):
         """The same growth; the file of a new router lies in a folder."""
         return self if self.router in ROUTERS else replace(self, router=str(base / self.router))
 
-    def options(self) -> dict[str, Any]:
-        """The fields of `GrowthOptions`."""
-        return {field.name: getattr(self, field.name) for field in fields(GrowthOptions)}
+    @property
+    def how(self) -> GrowthOptions:
+        """The options of the growth, without its place in a run."""
+        return GrowthOptions(**{x.name: getattr(self, x.name) for x in fields(GrowthOptions)})
 
 
 def check_order(growth: Sequence[GrowthStep], steps: int) -> None:

@@ -34,7 +34,7 @@ from growkern.growth.disk import complete_config
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
 from growkern.growth.optimizer import grow_optimizer_into
-from growkern.growth.options import DEFAULT_DEPTH, GrowthOptions
+from growkern.growth.options import DEFAULT_DEPTH
 from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
 from growkern.growth.record import growth_plan_of, keep_lineage, misfit
 from growkern.growth.sharded import check_into, device_of, fill, free_gathered, named_tensors
@@ -130,56 +130,49 @@ def later_plans(
     planned: Sequence[GrowthPlan] | None = None,
 ) -> list[GrowthPlan]:
     """The growths inside a run, each planned against the one before."""
-    plans = []
-    for number, step in enumerate(growth, start=1):
-        known = None if planned is None else planned[number - 1]
+    plans: list[GrowthPlan] = []
+    for number, step in enumerate(growth):
+        source = _without_values(small, history, step, dtype)
         try:
-            made = _plan_of_config(small, history, step, dtype, check, known)
+            if planned is None:
+                made = _planned(source, step, dtype)
+            else:
+                made = with_source(planned[number], source, dtype)
+            model = on_meta(made.large.class_name, made.target_config, dtype)
+            # what would be refused when the growth comes is refused now
+            check_into(model, made)
+            check(model)
         except GrowthError as error:
-            which = f"growth {number} of {len(growth)} inside the run, the growth at step"
+            which = f"growth {number + 1} of {len(growth)} inside the run, the growth at step"
             raise GrowthError(f"{which} {step.at_step}: {error}") from error
         plans.append(made)
         small, history = made.large, History(made)
     return plans
 
 
-def _plan_of_config(
-    small: ModelSpec,
-    history: History,
-    growth: GrowthStep,
-    dtype: torch.dtype,
-    check: Callable[[Any], None],
-    planned: GrowthPlan | None,
-) -> GrowthPlan:
-    """The plan of a growth whose source has no weights yet. It has no findings."""
+def _without_values(
+    small: ModelSpec, history: History, growth: GrowthStep, dtype: torch.dtype
+) -> Source:
+    """The model that will grow, before it has weights."""
 
     def read(name: str) -> Tensor:
         raise GrowthError(f"{name} has no values before the run reaches step {growth.at_step}")
 
     dtypes = {name: dtype for name in small.shapes if name not in small.ties}
-    source = Source(small, dtypes, read, history=history)
-    if planned is None:
-        sizes, options = dict(growth.sizes), options_of(growth)
-        made = plan_growth(source, options, sizes, dtype=dtype, judged=False)
-        if not uses(made)["depth"][0]:
-            # nobody chose the depth that growths in a run have
-            made = replace(made, options=replace(made.options, depth=DEFAULT_DEPTH))
-        old, new = zip(*layers_around(made), strict=True)
-        before, after = (" and ".join(map(str, layers)) for layers in (old, new))
-        facts = {"added": old != new and are_above(made), "before": before, "after": after}
-        check_rules("new layers", step=growth, **facts)
-    else:
-        made = with_source(planned, source, dtype)
-    model = on_meta(made.large.class_name, made.target_config, dtype)
-    # what would be refused when the growth comes is refused now
-    check_into(model, made)
-    check(model)
+    return Source(small, dtypes, read, history=history)
+
+
+def _planned(source: Source, growth: GrowthStep, dtype: torch.dtype) -> GrowthPlan:
+    """The plan of a growth, without findings."""
+    made = plan_growth(source, growth.how, dict(growth.sizes), dtype=dtype, judged=False)
+    if not uses(made)["depth"][0]:
+        # nobody chose the depth that growths in a run have
+        made = replace(made, options=replace(made.options, depth=DEFAULT_DEPTH))
+    old, new = zip(*layers_around(made), strict=True)
+    before, after = (" and ".join(map(str, layers)) for layers in (old, new))
+    facts = {"added": old != new and are_above(made), "before": before, "after": after}
+    check_rules("new layers", step=growth, **facts)
     return made
-
-
-def options_of(growth: GrowthStep) -> GrowthOptions:
-    """The options of a growth, without its place in a run."""
-    return GrowthOptions(**growth.options())
 
 
 def grown_model(

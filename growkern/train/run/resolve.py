@@ -46,7 +46,6 @@ from growkern.train.loop import (
     ExpertBalancing,
     later_plans,
     on_meta,
-    options_of,
 )
 from growkern.train.loss import check_tokenizers
 from growkern.train.model import check_directory, check_fits, has_tokenizer, load_tokenizer
@@ -520,7 +519,7 @@ def source_of(run: Run, place: Path) -> Source:
     """The model that a run begins with, opened for growth."""
     growth = run.first_growth
     # training alone takes any weights
-    dequantize = not run.growths or (growth is not None and options_of(growth).dequantize)
+    dequantize = not run.growths or (growth is not None and growth.how.dequantize)
     # grown values are checked, not those of the source
     return open_source(place, allow_nonfinite=True, dequantize=dequantize)
 
@@ -583,7 +582,7 @@ def plans_of(
     first, planned = run.first_growth, None
     small, history = source.spec, source.history
     if first is not None:
-        how = options_of(first.inside(base))
+        how = first.inside(base).how
         planned = plan_growth(source, how, first.sizes, dtype=dtype, judged=False)
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)

@@ -124,7 +124,7 @@ def test_the_state_grows_and_the_rest_goes_on(family, straight, watched, tmp_pat
         checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{one.at_step}"
         small = type(trainer.model).from_pretrained(checkpoint)
         assert small.config.num_hidden_layers == (2, 4)[number]
-        large = growkern.grow(small, **one.options(), **one.sizes)
+        large = growkern.grow(small, **vars(one.how), **one.sizes)
         seen = watcher.seen[one.at_step]
         assert_same(large.state_dict(), seen["weights"])
         state = torch.load(checkpoint / "optimizer.pt", weights_only=True)

@@ -160,7 +160,7 @@ def test_both_states_grow_in_a_run(straight):
     for one in GROWTH:
         checkpoint = straight.path / f"checkpoint-{one.at_step}"
         small = type(straight.trainer.model).from_pretrained(checkpoint)
-        large = growkern.grow(small, **one.options(), **one.sizes)
+        large = growkern.grow(small, **vars(one.how), **one.sizes)
         state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
         expected = growkern.grow_optimizer(state, large.growth_plan)
         names = [name for group in expected["param_groups"] for name in group["param_names"]]
