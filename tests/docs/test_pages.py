@@ -15,7 +15,6 @@ import pytest
 import growkern
 from docs import reference
 from growkern.cli.commands import app
-from growkern.growth.disk import checksums
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.record import lineage
 from growkern.publish import manifest
@@ -137,7 +136,7 @@ def test_the_formats_of_records_are_those_of_the_code():
     for name, number in {
         f"`{LINEAGE_FILE}`": lineage.FORMAT,
         f"`{MANIFEST}`": manifest.FORMAT,
-        f"`{CHECKSUMS_FILE}`": checksums.FORMAT,
+        f"`{CHECKSUMS_FILE}`": manifest.FORMAT,
         "teacher cache": store.FORMAT,
         "`stream_N.json` of a checkpoint": stream.FORMAT,
         "cache of token ids": cache.VERSION,

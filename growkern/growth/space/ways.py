@@ -35,7 +35,7 @@ in [runtimes], and `portable` keeps to that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, UnfitError
-from growkern.families import ModelSpec, SpaceSpec, condition_of, is_met
+from growkern.families import Family, ModelSpec, SpaceSpec, condition_of, is_met
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.spaces import pair_step
 
@@ -65,19 +65,33 @@ def is_inner(space: SpaceSpec) -> bool:
     return space.kind == "units" and space.activated and space.size != "stream"
 
 
+def _normed_units(family: Family, scales: Iterable[str | None]) -> set[str]:
+    """Sizes of the inner units that norms with these scales lie over."""
+    names = [scale for scale in dict.fromkeys(scales) if scale in family.spaces]
+    for name in names:
+        # the list grows while it is read
+        names += family.spaces[name].blocks
+    return {str(family.spaces[name].size) for name in names if is_inner(family.spaces[name])}
+
+
 def eps_factor(small: ModelSpec, large: ModelSpec) -> float:
     """kappa^2 of (3) in `growkern.growth.space.spaces`: what all norms that read one eps share.
 
     Units that are no whole copies are padded with zeros, so a norm over them divides by less.
     """
-    eps, spaces, square = small.family.norm.eps, small.family.spaces, 1.0
-    over = [str(scale) for scale in {t.row.scale for t in small.tensors} if scale in spaces]
-    for name in over:
-        # the list grows while it is read
-        over += spaces[name].blocks
-    for key in sorted({str(spaces[name].size) for name in over if is_inner(spaces[name])}):
+    family, eps, square = small.family, small.family.norm.eps, 1.0
+    known = _normed_units(family, (row.scale for rows in family.tensors.values() for row in rows))
+    normed = _normed_units(family, (tensor.row.scale for tensor in small.tensors))
+    inner = {str(space.size) for space in family.spaces.values() if is_inner(space)}
+    for key in sorted(inner):
         old, new = small.size(key), large.size(key)
-        square *= old / new if new % old else 1
+        if new % old and key not in known:
+            field = family.config_field(key)
+            raise UnfitError(
+                f"{field}={new} is no multiple of the source's {old}, and the table does not say "
+                f"which norm lies over these units: give its row their space as `scale`"
+            )
+        square *= old / new if new % old and key in normed else 1
     if square != 1 and not isinstance(eps, str):
         raise UnfitError(
             f"a norm over units that are no whole copies needs eps={eps * square:.3g}, not {eps}, "

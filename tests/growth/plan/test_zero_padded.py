@@ -83,3 +83,13 @@ def test_an_eps_that_is_no_field_cannot_follow(tmp_path):
     assert growkern.plan(tmp_path / "small", family=table, hidden_size=24).exact
     with pytest.raises(growkern.GrowthError, match=r"needs eps=0\.00667, not 0\.01"):
         growkern.plan(tmp_path / "small", family=table, hidden_size=18)
+
+
+def test_a_table_that_does_not_say_what_a_norm_lies_over_is_refused(tmp_path):
+    source, table = source_of("mamba2", {}), tmp_path / "own.toml"
+    row = '"layers.{l}.mixer.norm.weight" = { axes = ["factor:gates"] }'
+    table.write_text(f'extends = "mamba2"\nmodel_type = "mamba2"\n[tensors.trunk]\n{row}\n')
+    source.save_pretrained(tmp_path / "small")
+    assert growkern.plan(tmp_path / "small", family=table, hidden_size=24).exact
+    with pytest.raises(growkern.GrowthError, match=r"=\d+ is no multiple .* as `scale`"):
+        growkern.plan(tmp_path / "small", family=table, hidden_size=18)
