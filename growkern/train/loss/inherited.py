@@ -130,6 +130,7 @@ def inherited_loss(
             is refused.
         alpha: share of the KL term, in [0, 1]. No teacher runs if it is the number 0.
         temperature: of the softmax in the KL term.
+            The losses of tensors have 1 by default.
         num_items: the number by which the sum over rows is divided: the labels of the whole
             accumulated batch, of all processes (`count_labels`). Multiply the loss by the number of
             processes then, because DistributedDataParallel and FSDP average the gradients. A pair
