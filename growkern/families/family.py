@@ -270,6 +270,10 @@ class Family:
         """True where the model computes head_dim as stream / heads."""
         return "head_dim" not in self.config
 
+    def is_space(self, scale: str | None) -> bool:
+        """Whether the `scale` of a row is a space; a name that is a size's too is the size."""
+        return scale in self.spaces and scale not in self.config
+
     @property
     def carries(self) -> bool:
         """True where the table says which norms carry the mean past themselves."""

@@ -227,7 +227,7 @@ class Layout:
         """
         if self.upcycling and isinstance(row, Row) and is_output(row):
             return self.upcycling.output_scale(self.large, row)
-        if row.scale in self.family.spaces:
+        if self.family.is_space(row.scale):
             return self.space(str(row.scale)).kappa
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0

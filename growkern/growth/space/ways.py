@@ -67,7 +67,7 @@ def is_inner(space: SpaceSpec) -> bool:
 
 def _normed_units(family: Family, scales: Iterable[str | None]) -> set[str]:
     """Sizes of the inner units that norms with these scales lie over."""
-    names = [scale for scale in dict.fromkeys(scales) if scale in family.spaces]
+    names = [str(scale) for scale in dict.fromkeys(scales) if family.is_space(scale)]
     for name in names:
         # the list grows while it is read
         names += family.spaces[name].blocks
