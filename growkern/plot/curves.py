@@ -46,18 +46,9 @@ MOST_KEYS, LONGEST = 3, 40
 LONGEST_NAME = 24
 # the method of a model that a run makes new
 RANDOM = "random"
+FILES = ("path", "paths", "source", "tokenizer", "train", "validation")
 # a teacher comes and goes with the inheritance
-UNSHOWN = (
-    "teacher",
-    "path",
-    "paths",
-    "source",
-    "tokenizer",
-    "train",
-    "validation",
-    "seed",
-    "method",
-)
+UNSHOWN = (*FILES, "teacher", "seed", "method")
 LABEL = "mlm"
 # what is drawn beside the loss -> words, and the number that it is divided by
 MEASURED = {
@@ -67,12 +58,10 @@ MEASURED = {
     "grad_norm": ("norm of the gradient", 1),
     "learning_rate": ("learning rate", 1),
     "tokens_per_second": ("tokens per second", 1),
-    "step_time": ("seconds per step", 1),
     "data_time_share": ("share of waiting for data", 1),
     "max_memory_allocated": ("peak memory of a GPU, GB", 1e9),
     "maxrss": ("peak memory of a process, GB", 1e9),
     "mfu": ("MFU", 1),
-    "checkpoint_time": ("seconds of writing checkpoints", 1),
     "expert_entropy": ("load of experts: entropy", 1),
     "expert_largest_share": ("largest load; dotted: equal loads", 1),
 }
@@ -205,8 +194,10 @@ def read_curve(directory: str | Path) -> Curve:
         asked = settings.get("growth") or {}
         growth = model_file(directory, LINEAGE_FILE).get("options", asked)
         last = history[-1]["step"] if history else 0, settings.get("training", {}).get("steps", 0)
+        growths = asked if isinstance(asked, list) else [asked]
+        first = [name for one in growths for name in one.get("sizes") or ()]
         curve = replace(
-            curve_of(history, directory.resolve().name),
+            curve_of(history, directory.resolve().name, first),
             # one that is resumed with more steps still has its model
             finished=(directory / STATE_FILE).is_file() and last[0] >= last[1],
             last=last,
@@ -279,8 +270,11 @@ def _short(value: Any) -> str:
     return str(value)[:LONGEST]
 
 
-def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
-    """Make a curve from the lines of a log. A step that a resumed run logged twice counts once."""
+def curve_of(history: Sequence[dict[str, Any]], name: str, first: Sequence[str] = ()) -> Curve:
+    """Make a curve from the lines of a log. A step that a resumed run logged twice counts once.
+
+    New sizes that are named in `first` come first.
+    """
     validation = any("eval_loss" in line for line in history)
     # with a teacher, "loss" includes the KL term; only "mlm" can be compared with other runs
     keys = ("eval_loss",) if validation else ("mlm", "loss")
@@ -291,12 +285,10 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     for line in history:
         # the first line of the grown model; the training line before is that of its growth
         if "growth" in line:
-            sizes = [
-                f"{name.removeprefix(SIZE)} {size}"
-                for name, size in line.items()
-                if name.startswith(SIZE) and not name.endswith(LOSSES)
-            ]
-            growths[line["growth"]] = last.get("flops", 0.0), "\n".join(sizes)
+            new = [x for x in line if x.startswith(SIZE) and not x.endswith(LOSSES)]
+            new.sort(key=lambda x: x.removeprefix(SIZE) not in first)
+            sizes = "\n".join(f"{x.removeprefix(SIZE)} {line[x]}" for x in new)
+            growths[line["growth"]] = last.get("flops", 0.0), sizes
             if line["growth"]:
                 grows_at.add(last.get("step", 0))
         if "loss" in line:

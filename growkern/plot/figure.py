@@ -93,10 +93,16 @@ def check_picture(out: Path) -> None:
 
 
 def save(figure: Any, out: Path) -> None:
-    """Write a figure, in the format that the file's name ends with, see `check_picture`."""
+    """Write a figure, in the format that the file's name ends with, see `check_picture`.
+
+    A PNG has its titles and words as its description.
+    """
     kind = out.suffix.lower().removeprefix(".")
+    titles = "\n".join(axes.get_title("left") for axes in figure.axes)
+    words = "\n".join(text.get_text() for axes in figure.axes for text in axes.texts)
+    told = {"metadata": {"Description": f"{titles}\n\n{words}"}} if kind == "png" else {}
     try:
-        write_whole(out, lambda partial: figure.savefig(partial, format=kind, dpi=DPI))
+        write_whole(out, lambda partial: figure.savefig(partial, format=kind, dpi=DPI, **told))
     except OSError as error:
         raise GrowthError(f"{out}: {error.strerror or error}") from error
 

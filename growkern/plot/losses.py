@@ -64,12 +64,14 @@ FAR_START = 4.0
 LEAST_ZOOM = 0.35
 # of the panels below, in inches, and how many are beside each other at most
 PANEL, IN_A_ROW = 1.6, 4
+# of the time: waiting less for data slows no run
+LEAST_WAIT = 0.1
 # points of a curve that are all marked
 MOST_MARKED = 24
 # characters of a bar's name in one line
 LINE = 110
 # of the sizes beside a growth, and the share of the width that they take
-MOST_SIZES, ROOM = 4, 0.2
+MOST_SIZES, ROOM = 3, 0.2
 
 
 def plot_runs(
@@ -185,11 +187,15 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
 
 
 def _measured(curves: Sequence[Curve]) -> list[str]:
-    """Those of `MEASURED` that are drawn: no label loss that is the curve itself."""
+    """Those of `MEASURED` that are drawn: they tell something that the curve does not."""
     logged = {name: [y for c in curves for _, y in c.measured.get(name, ())] for name in MEASURED}
-    memory = logged["maxrss"] or [0.0]
-    # of a process most are imports, which tell nothing of a run
-    unwanted = {"maxrss": max(memory) <= 1.1 * min(memory), LABEL: not curves[0].validation}
+    memory, waited = logged["maxrss"] or [0.0], logged["data_time_share"] or [0.0]
+    unwanted = {
+        LABEL: not curves[0].validation,
+        # most memory of a process is that of imports, which tell nothing of a run
+        "maxrss": max(memory) <= 1.1 * min(memory),
+        "data_time_share": float(np.quantile(waited, 0.9)) < LEAST_WAIT,
+    }
     return [name for name, found in logged.items() if found and not unwanted.get(name)]
 
 
@@ -206,8 +212,8 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         # one label for all of them
         named = {} if number else {"label": "small model", "gid": "curve"}
         x = np.array(source.flops) / unit
-        # above the curve of a run that goes on where it ends
-        axes.plot(x, source.losses, color=GREY, linewidth=1.2, zorder=2.5, **named)
+        # wider than the curve of a run that goes on where it ends, and behind it
+        axes.plot(x, source.losses, color="0.65", linewidth=4, zorder=1.8, **named)
     for number, group in enumerate(groups):
         style = style_of(number)
         flops, losses = group.mean()
@@ -244,11 +250,7 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
     # of growths at the start of runs, one for all that are alike. Without the small model's curve
     # nothing in the picture grows there
     starts = {(group.before, group.curves[0].began): None for group in groups if group.before}
-    marks = [
-        (at / unit, 1.0, ["grown to", *began.split("\n")[:MOST_SIZES]], GREY)
-        for at, began in starts
-        if began
-    ]
+    marks = [(at / unit, 1.0, ["grown to", *_shown(began)], GREY) for at, began in starts if began]
     for number, group in enumerate(groups):
         # runs of one name grow alike
         curve = group.curves[0]
@@ -256,7 +258,7 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
         for cost, sizes in zip(curve.growths, grown, strict=True):
             level = float(np.interp(cost, curve.flops, curve.losses))
             at, color = (group.before + cost) / unit, style_of(number).color
-            words = ["grows to", *sizes.split("\n")[:MOST_SIZES]] if sizes else ["grows"]
+            words = ["grows to", *_shown(sizes)] if sizes else ["grows"]
             pairs = zip(curve.flops, curve.losses, strict=True)
             ends = [loss for x, loss in pairs if cost <= x <= math.nextafter(cost, math.inf)]
             if len(ends) > 1:
@@ -278,6 +280,14 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
             textcoords="offset points", va="top" if end else "bottom", color=color,
             ha="right" if is_late else "left", fontsize=SMALL, gid="growth",
         )  # fmt: skip
+
+
+def _shown(sizes: str) -> list[str]:
+    """As many of the new sizes as there is room for, and how many more there are."""
+    lines = sizes.split("\n")
+    more = len(lines) - MOST_SIZES
+    # a line that says "1 more" could as well hold it
+    return lines if more < 2 else [*lines[:MOST_SIZES], f"and {more} more"]
 
 
 def _draw_measured(axes: Any, name: str, groups: Sequence[Group], unit: float) -> None:
@@ -354,13 +364,8 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
         axes.plot([0.005, 0.025, 0.045], [number - 0.2] * 3, **line, **marked)
         words = _saved(group, cost, groups[0], best) if number else "reference"
         text = ": ".join(filter(None, (group.label, words)))
-        said = {
-            "s": text if len(text) <= LINE else f"{group.label}:\n{words}",
-            "fontsize": SMALL,
-            "va": "center",
-            "gid": "cost",
-        }
-        axes.text(0.055, number - 0.2, **said, **kept)
+        text = text if len(text) <= LINE else f"{group.label}:\n{words}"
+        axes.text(0.055, number - 0.2, text, va="center", fontsize=SMALL, gid="cost", **kept)
     before = any(group.before for group in groups)
     many = "; grey line: min to max" if any(len(group.curves) > 1 for group in groups) else ""
     hatched = "; hatched: the small model's training (grey curve)" if before else ""

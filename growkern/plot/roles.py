@@ -53,11 +53,8 @@ def arrange(
     used = [id(curve) for alike in chain for curve in alike]
     rest = [curve for curve in curves if id(curve) not in used]
     rest.sort(key=lambda curve: (curve.name != first.name, curve.parameters != first.parameters))
-    return (
-        rest,
-        [_joined(seed) for seed in zip(*chain, strict=False)],
-        [places[id(c)] for c in rest],
-    )
+    small = [_joined(seed) for seed in zip(*chain, strict=False)]
+    return rest, small, [places[id(curve)] for curve in rest]
 
 
 def _needs(curve: Curve, run: Path, other: Path) -> bool:

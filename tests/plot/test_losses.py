@@ -89,14 +89,17 @@ def test_a_picture_is_at_most_1600_pixels_wide(tmp_path):
 
 
 def test_curves_are_the_losses_and_start_after_the_small_model(tmp_path, monkeypatch):
-    figure = drawn(
-        monkeypatch, lambda: draw([SCRATCH, GROWN, SLOW], tmp_path / "a.png", sources=[SMALL])
-    )
+    curves = [SCRATCH, GROWN, SLOW]
+    figure = drawn(monkeypatch, lambda: draw(curves, tmp_path / "a.png", sources=[SMALL]))
     found = lines(figure.axes[0])
-    for one, before in ((SCRATCH, 0.0), (GROWN, 6.0), (SLOW, 6.0)):
+    for one, before in zip(curves, (0.0, 6.0, 6.0), strict=True):
         assert tuple(found[one.name].get_ydata()) == one.losses
         assert tuple(found[one.name].get_xdata()) == tuple(x + before for x in one.flops)
-    assert tuple(found["small model"].get_xdata()) == SMALL.flops
+    small, other = found["small model"], found["slow"]
+    assert tuple(small.get_xdata()) == SMALL.flops
+    # it is seen behind a curve that covers it
+    assert small.get_linewidth() > 2 * other.get_linewidth()
+    assert small.get_zorder() < other.get_zorder()
     mark = [line for line in figure.axes[0].lines if line.get_gid() == "mark"]
     assert [line.get_ydata()[0] for line in mark] == [4.0]
     assert texts(figure, "mark") == ["mark: final loss of scratch, 4.000"]
@@ -187,12 +190,10 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     for sources, notes in (([SMALL, beyond], [BEYOND]), ([SMALL], [])):
         groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=sources)
         assert notes_on(groups) == notes and notes_on(groups[:1]) == []
-    figure = drawn(
-        monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
-    )
+    call = functools.partial(draw, [SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
+    figure, groups = drawn(monkeypatch, call), call()
     assert figure.get_supxlabel() == BEYOND
     assert "saved" not in "".join(texts(figure, "cost"))
-    groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
     # the small one had 4 after 6 x 4 / 4.1 of 30 FLOPs, which is the answer where any size will do
     assert [cells[3:] for cells in savings_cells(groups)[1:]] == [["-", "-", "80%", "-"], ["-"] * 4]
     below = runs_by_name([SCRATCH, curve("grown", [3.9, 3.5])], [beyond])
@@ -250,10 +251,8 @@ def test_runs_of_one_name_are_a_mean_and_a_band(tmp_path, monkeypatch):
 
 
 def test_a_reference_whose_seeds_differ_by_some_flops_reaches_its_mark(tmp_path, monkeypatch):
-    scratch = [
-        curve("scratch", [8.0, 6.0, 4.0], [0.0, 10.0, 20.0]),
-        curve("scratch", [8.0, 6.0, 4.4], [0.0, 10.0, 20.2]),
-    ]
+    longer = curve("scratch", [8.0, 6.0, 4.4], [0.0, 10.0, 20.2])
+    scratch = [curve("scratch", [8.0, 6.0, 4.0]), longer]
     # the mean ends at 20 FLOPs, where the second run is at 6 - 1.6 x 10 / 10.2
     mark = (4.0 + 6.0 - 16 / 10.2) / 2
     grown = curve("grown", [5.0, 4.5, 3.9])
@@ -353,7 +352,6 @@ def test_a_run_without_validation_gets_a_sentence(tmp_path, monkeypatch):
     assert notes_on(groups) == [NO_VALIDATION]
     assert figure.get_supxlabel() == NO_VALIDATION
     one = write_run(tmp_path / "one", HISTORY[:1])
-    assert json.loads((one / "trainer_state.json").read_text())
     groups = plot_runs([one], tmp_path / "a.png")
     figure = drawn(monkeypatch, lambda: plot_runs([one], tmp_path / "a.png"))
     assert notes_on(groups) == [ONE_LOSS]
@@ -361,7 +359,8 @@ def test_a_run_without_validation_gets_a_sentence(tmp_path, monkeypatch):
 
 
 def test_what_a_run_tells_is_drawn_in_panels_of_their_own(tmp_path, monkeypatch):
-    speeds = [{"step": 1, "flops": 5.0 * n, "maxrss": 3e9 * n, "mfu": 0.5} for n in (1, 2)]
+    seen = {"step": 1, "mfu": 0.5, "step_time": 1.0, "data_time_share": 0.05}
+    speeds = [{**seen, "flops": 5.0 * n, "maxrss": 3e9 * n} for n in (1, 2)]
     unknown = {"step": 2, "flops": 7.0, "mfu": math.nan, "tokens_per_second": "7"}
     run = write_run(tmp_path / "run", [*HISTORY, *speeds, unknown])
     figure = drawn(monkeypatch, lambda: plot_runs([run], tmp_path / "a.png"))
@@ -373,19 +372,19 @@ def test_what_a_run_tells_is_drawn_in_panels_of_their_own(tmp_path, monkeypatch)
     assert [line.get_xydata().tolist() for line in mfu.lines] == [[[5, 0.5], [10, 0.5]]]
     assert memory.get_ylim()[0] == 0 and memory.get_xlim() == figure.axes[0].get_xlim()
     assert memory.get_xlabel() == "FLOPs"
-    # the memory of imports alone is none of the run's
-    run = write_run(tmp_path / "flat", [*HISTORY, *({**x, "maxrss": 3e9} for x in speeds)])
+    # the memory of imports alone is none of the run's, and waiting counts if it is long
+    other = {"maxrss": 3e9, "data_time_share": 0.2}
+    run = write_run(tmp_path / "flat", [*HISTORY, *({**x, **other} for x in speeds)])
     figure = drawn(monkeypatch, lambda: plot_runs([run], tmp_path / "a.png"))
-    assert [axes.get_title("left") for axes in figure.axes[1:]] == ["label loss", "MFU"]
+    words = ["label loss", MEASURED["data_time_share"][0], "MFU"]
+    assert [axes.get_title("left") for axes in figure.axes[1:]] == words
 
 
 def test_panels_stand_in_rows_that_are_about_equally_full(tmp_path, monkeypatch):
     names = ("kl", "top1_agreement", "grad_norm", "expert_entropy", "expert_largest_share")
-    lines = [
-        {"step": n, "flops": 5.0 * n, "mlm": 3.0, "loss": 3.0, **dict.fromkeys(names, 0.5)}
-        for n in (1, 2)
-    ]
-    run = write_run(tmp_path / "run", [{**line, "expert_equal_share": 0.25} for line in lines])
+    same = {"mlm": 3.0, "loss": 3.0, **dict.fromkeys(names, 0.5), "expert_equal_share": 0.25}
+    lines = [{"step": n, "flops": 5.0 * n, **same} for n in (1, 2)]
+    run = write_run(tmp_path / "run", lines)
     figure = drawn(monkeypatch, lambda: plot_runs([run], tmp_path / "a.png"))
     main, *panels = figure.axes
     # the label loss is the curve; the run is named once
@@ -418,12 +417,9 @@ def test_names_that_begin_alike_are_told_apart_in_few_columns():
     console = Console(file=io.StringIO(), width=50)
     console.print(savings_table(groups))
     # names of generations are longer than their column, and are broken at the comma alone
-    numbered = [
-        dataclasses.replace(SCRATCH, name="generation-3", method="random"),
-        *groups[1].curves,
-    ]
+    fresh = dataclasses.replace(SCRATCH, name="generation-3", method="random")
     wide = Console(file=io.StringIO(), width=80)
-    wide.print(savings_table(runs_by_name(numbered, [SMALL])))
+    wide.print(savings_table(runs_by_name([fresh, *groups[1].curves], [SMALL])))
     assert re.search(r"│ generation-3, .*\n│ from scratch ", wide.file.getvalue())
     lines = [line.split("│") for line in console.file.getvalue().splitlines() if "│" in line]
     assert "".join(line[1].strip() for line in lines) == "".join(["scratch", *names])
@@ -446,16 +442,20 @@ def test_the_jump_of_a_growth_is_drawn_and_told(tmp_path, monkeypatch):
 
 
 def test_an_unfinished_run_is_named_with_its_step_and_has_no_savings(tmp_path, monkeypatch):
-    grown = {"step": 12, "eval_loss": 5.0, "flops": 120.0, "growth": 1, "growth/hidden_size": 96}
+    sizes = {"growth/hidden_size": 96, **{f"growth/n{x}": x for x in range(4)}, "growth/layers": 4}
+    grown = {"step": 12, "eval_loss": 5.0, "flops": 120.0, "growth": 1, **sizes}
     for place, lines in (("part/checkpoint-12", [grown]), ("whole", [])):
         (tmp_path / place).mkdir(parents=True)
         text = json.dumps({"log_history": [*HISTORY, *lines]})
         (tmp_path / place / "trainer_state.json").write_text(text)
-    (tmp_path / "part" / "run.json").write_text('{"run": {"training": {"steps": 40}}}')
+    asked = {"training": {"steps": 40}, "growth": [{"sizes": {"layers": 4}}]}
+    (tmp_path / "part" / "run.json").write_text(json.dumps({"run": asked}))
     runs = [tmp_path / "part", tmp_path / "whole"]
     alone = drawn(monkeypatch, lambda: plot_runs(runs[:1], tmp_path / "a.png"))
     assert alone.axes[0].get_title("left") == "part (unfinished: step 12 of 40)"
-    assert texts(alone, "growth") == ["grows to\nhidden_size 96"]
+    # those that were asked for come first
+    said = "layers 4\nhidden_size 96\nn0 0\nand 3 more"
+    assert texts(alone, "growth") == [f"grows to\n{said}"]
     # that of growth 0 is at the start, where only a small model's curve can end
     file = tmp_path / "part" / "checkpoint-12" / "trainer_state.json"
     file.write_text(file.read_text().replace('"growth": 1', '"growth": 0'))
@@ -464,7 +464,7 @@ def test_an_unfinished_run_is_named_with_its_step_and_has_no_savings(tmp_path, m
         call = functools.partial(draw, group.curves, tmp_path / "a.png", sources=sources)
         main = drawn(monkeypatch, call).axes[0]
         assert [x.get_xdata()[0] for x in main.lines if x.get_gid() == "growth"] == at
-    assert main.texts[0].get_text() == "grown to\nhidden_size 96"
+    assert main.texts[0].get_text() == f"grown to\n{said}"
     both = drawn(monkeypatch, lambda: plot_runs(runs, tmp_path / "a.png"))
     assert texts(both, "cost")[0] == "part (unfinished: step 12 of 40): reference"
     assert "saved" not in "".join(texts(both)) and "more" not in "".join(texts(both))
