@@ -11,12 +11,14 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import growkern
 from docs import reference
 from growkern.cli.commands import app
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.record import lineage
+from growkern.plot.curves import MEASURED, QUESTIONS
 from growkern.publish import manifest
 from growkern.publish.manifest import MANIFEST
 from growkern.train.dataset import cache, stream
@@ -38,20 +40,39 @@ NOT_RUN = {
     "pip": "it needs a network",
 }
 
+# panels that are drawn of runs on some machines only
+OF_MACHINES = [MEASURED[name][0] for name in ("maxrss", "data_time_share")]
+
 
 def code_blocks(page, language):
     return [text for kind, text in blocks_of(ROOT / page) if kind == language]
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocks")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("COLUMNS", "200")
         patched.setenv("GROWKERN_TOKENS", str(folder / "tokens"))
         done = warm.run("tests.docs.run_blocks", folder, *PAGES)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "printed.json").read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printed(ran):
+    return json.loads((ran / "printed.json").read_text())
+
+
+def test_the_picture_of_the_quick_start_is_what_its_commands_draw(ran):
+    files = ran / "quickstart/run/loss_vs_flops.png", ROOT / "bench/results/quickstart.png"
+    texts = [Image.open(file).text["Description"].split("\n\n", 1) for file in files]
+    mine, kept = (
+        [re.sub(r"\d+\.\d+", "", x) for x in titles.split("\n") if x not in OF_MACHINES]
+        for titles, _ in texts
+    )
+    assert mine == kept and MEASURED["kl"][0] in kept
+    assert all(f"({words})" in texts[1][1] for words in QUESTIONS.values())
 
 
 def says(line, printed):
