@@ -164,15 +164,25 @@ def test_what_a_table_does_not_cover_is_refused(model_type, config, growth, why)
 
 def test_layers_that_take_the_keys_of_others_have_heads_in_their_order():
     """Of random maps, each layer draws its own otherwise."""
-    sizes = {**GEMMA4_SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}
-    source = random_model("Gemma4ForCausalLM", sizes)
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    source = random_model("Gemma4ForCausalLM", {**GEMMA4_SMALL, **heads})
     grown = growkern.grow(source, num_attention_heads=9, num_key_value_heads=9, scheme="paper")
     assert_exact(source, grown, grown.growth_plan)
 
 
-@pytest.mark.parametrize("rule, without", [("one", ()), ("ahead", None)])
-def test_a_rule_of_new_layers_is_needed(rule, without):
-    source, family = random_model("Gemma4ForCausalLM", GEMMA4_SMALL), load_family("gemma4_text")
+CHOICES = {"indexer_types": ["full", "shared"] * 2, "index_topk": 3, "num_hidden_layers": 4}
+CHOICES |= {"layer_types": None, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+GEMMA4 = "Gemma4ForCausalLM", GEMMA4_SMALL
+GLM = "GlmMoeDsaForCausalLM", {**ALL["glm_moe_dsa"][1], **CHOICES}
+
+
+@pytest.mark.parametrize(
+    "model, rule, without",
+    [(GEMMA4, "one", ()), (GEMMA4, "ahead", None), (GLM, "ahead", None)],
+)
+def test_a_rule_of_new_layers_is_needed(model, rule, without):
+    source = random_model(*model)
+    family = load_family(source.config.model_type)
     for table in (family, replace(family, depth=replace(family.depth, **{rule: without}))):
         grown = growkern.grow(source, num_hidden_layers=6, depth="identity", family=table)
         error = largest_error(source, grown, grown.growth_plan)
