@@ -19,7 +19,10 @@ from growkern.growth.draft.sizes import Draft, Row
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 # fields that change neither a tensor nor a value of an output
-GENERAL = "use_cache|return_dict|output_|jitter|chunk|tie_word_emb|summary_|encoder_decoder"
+GENERAL = (
+    "use_cache|return_dict|output_|jitter|chunk|tie_word_emb|summary_|encoder_decoder|"
+    "_token_id|dropout|dtype|architectures|problem_type"
+)
 SOFTCAP = "final_logit_softcapping"
 OTHER = "not the value that this table was drafted from"
 # layers -> the word for them, where no field says which they are
@@ -31,11 +34,16 @@ def table_of(draft: Draft) -> dict[str, Any]:
     config, fields, kinds = draft.config, draft.config.to_dict(), dict[str, list[str]]()
     # classes may write lists into the config
     lists = draft.model.config.to_dict().items()
-    flags = {k: v for k, v in fields.items() if type(v) is bool and not re.search(GENERAL, k)}
-    refuse: Row = {flag: {"value": not value, "why": OTHER} for flag, value in flags.items()}
+    special = {k: v for k, v in fields.items() if not re.search(GENERAL, k)}
+    refuse: Row = {k: {"value": not v} for k, v in special.items() if type(v) is bool}
+    sizes = " ".join(map(str, draft.sizes.values()))
+    unset = [k for k, v in special.items() if v is None and not re.search(rf"\b{k}\b", sizes)]
+    # any value but 0 where the draft had none
+    refuse |= {field: {"differs": 0} for field in unset}
     # other fields that have to equal the stream's
     stream, widths = draft.sizes["stream"], draft.fields(draft.embedding, 1)
     equal = [f for f in widths if f != stream and getattr(config, f) == draft.width]
+    refuse |= {field: {"differs": stream} for field in equal}
     depth = _add_carrying(draft)
     _add_scale(draft)
     # experts name the kinds of layers
@@ -51,7 +59,7 @@ def table_of(draft: Draft) -> dict[str, Any]:
         "norm": draft.norm,
         "attention": _attention(draft),
         "config": draft.sizes,
-        "refuse": refuse | {field: {"differs": stream, "why": OTHER} for field in equal},
+        "refuse": {field: {**value, "why": OTHER} for field, value in refuse.items()},
         "kinds": kinds,
         "spaces": draft.spaces,
         "classes": _classes(draft, equal),

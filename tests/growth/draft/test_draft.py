@@ -1,5 +1,7 @@
 """Tables that derive themselves. Truth: the check, and the tables that were written by hand."""
 
+from contextlib import nullcontext
+
 import pytest
 import transformers
 from typer.testing import CliRunner
@@ -7,6 +9,7 @@ from typer.testing import CliRunner
 import bench.drafts
 import growkern
 from growkern.cli.commands import app
+from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.families.table_files import load_family, parse_family
 from growkern.files import parse_toml
@@ -50,6 +53,18 @@ def test_a_draft_has_the_axes_of_the_table_by_hand(model_type):
 def test_norms_behind_some_blocks_and_factors_that_follow_sizes_are_drafted(config):
     drafted = growkern.draft_family(config)
     assert drafted.verified and {"hidden_size", "num_hidden_layers"}.isdisjoint(drafted.refused)
+
+
+def test_a_value_of_what_the_config_left_out_is_refused():
+    family = parse_family("draft", growkern.draft_family(transformers.OlmoConfig()).content)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    for clip in (None, 0.3):
+        config = transformers.OlmoConfig(
+            **sizes, intermediate_size=48, vocab_size=64, clip_qkv=clip
+        )
+        source = transformers.OlmoForCausalLM(config)
+        with pytest.raises(GrowthError, match=r"clip_qkv=0\.3") if clip else nullcontext():
+            growkern.plan(source, hidden_size=64, family=family)
 
 
 def test_the_command_writes_a_table_that_grows_the_model(tmp_path):
