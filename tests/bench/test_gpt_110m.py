@@ -72,18 +72,6 @@ def test_growth_inside_a_run_keeps_the_loss_and_costs_what_it_runs(tmp_path):
     assert moments["step"] == 11
 
 
-def test_flops_are_those_of_the_weights_and_of_attention(tmp_path):
-    place = toy_place(tmp_path)
-    setting = place.setting
-    B, S, H, V = setting.batch, setting.length, setting.target.width, setting.vocab
-    one = training.Training(place, "one", place.untrained(setting.target), 40)
-    layer = 12 * H * H
-    # masked pairs count, too
-    attention = 4 * H * S
-    own = B * S * setting.target.layers * (2 * layer + attention) + 2 * B * (S - 1) * H * V
-    assert one.step_flops == pytest.approx(3 * own)
-
-
 # ---------------------------------------------------------------------- the family
 
 

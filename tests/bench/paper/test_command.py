@@ -1,21 +1,14 @@
 """Calls of `python -m bench.paper`: what they keep, and what they refuse."""
 
-from pathlib import Path
-
 import pytest
 
-import growkern
 from bench.paper import __main__ as command, page
 from bench.paper.compare import of_text, save
 from bench.paper.corpus import HASH, prepare, split
-from bench.paper.pictures import drawn_lines
 from bench.paper.runs import ROWS
 from bench.paper.settings import MICRO_GPT
-from bench.paper.systems import job_of
 from bench.shared.results import RESULTS, append_row, read, write
 from growkern.errors import GrowthError
-from testbed.tiny import build
-from tests.train.run.test_run import save_tokenizer
 
 OLD, NEW = {"train_bytes": 1000, "validation_bytes": 50}, {"train_bytes": 900}
 
@@ -140,17 +133,3 @@ def test_a_folder_has_one_text(lines, tmp_path, monkeypatch, capsys):
     assert facts[HASH] in said and "another --dir" in said
     lines.write_text(lines.read_text() + "more\n")
     assert facts[HASH] in refused(monkeypatch, capsys, *call, "--text", lines)
-
-
-def test_attention_is_drawn_of_the_models_in_a_folder(tmp_path, monkeypatch, capsys):
-    (line,) = (line for line in drawn_lines("tiny") if line.setting.name == "tiny-gpt")
-    job = job_of(line.setting, line.system, 1, line.setting.rates[0], line.setting.steps)
-    source, moments = tmp_path / job.needs[0].name, ("grown", "trained")
-    build("gpt2", layers=2, width=32).save_pretrained(source)
-    save_tokenizer(source)
-    growkern.grow_checkpoint(source, tmp_path / job.name, n_embd=128, n_head=8, progress=False)
-    append_row(tmp_path / ROWS, row(job.name))
-    called(monkeypatch, "maps", "--dir", tmp_path)
-    drawn = [Path(line) for line in capsys.readouterr().out.split("\n")[-3:-1]]
-    assert [file.name for file in drawn] == [f"paper-attention-tiny-gpt-{x}.png" for x in moments]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in drawn)

@@ -14,7 +14,6 @@ from bench.paper.settings import SIZES
 from bench.paper.systems import SYSTEMS, job_of, run_of
 from bench.shared.results import write
 from growkern.train.topk_teacher.store import read_header
-from tests.shared import walks
 
 DOMAIN = lines_of("domain", "micro")[0].setting
 WORDS = "the model grows and the loss falls while the text goes on"
@@ -123,15 +122,6 @@ OTHER_TABLES = [
     ("inheritance", ["scratch", "taught_by_two", "taught_by_generations"]),
     ("domain", ["adapted", "adapted_taught"]),
 ]
-if walks.times > 1:
-    OTHER_TABLES += [
-        (
-            "optimizer",
-            ["scratch", "padded_adamw", "padded_moments", "padded_rewarmed", "fpi", "fpi_adamw"],
-        ),
-        ("depth", ["scratch", "fpi_identity", "fpi_interleave"]),
-        ("table4", ["scratch", "aki", "aki_adamw", "aki_after_stage1"]),
-    ]
 
 
 @pytest.mark.parametrize("name, systems", OTHER_TABLES)
