@@ -142,16 +142,9 @@ def place(tmp_path, checkpoint, imported):  # noqa: F811
 
 
 def results(directory):
-    """All files but the log of times."""
-    logs = (
-        "trainer_state",
-        "events.",
-        "training_args",
-        "manifest",
-        ".lock",
-        "scheduler",
-        "moments",
-    )
+    """All files but the logs of times."""
+    logs = {"trainer_state", "log.jsonl", "events.", "training_args", "manifest"}
+    logs |= {".lock", "scheduler", "moments"}
     found = {n: v for n, v in tree(directory).items() if not any(x in n for x in logs)}
     return {name: value for name, value in found.items() if "checkpoint-" not in name}
 
