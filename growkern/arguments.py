@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError, a_kind, nearest
 
 # PyTorch takes 63 bits, NumPy 32
 MOST_SEED, MOST_NUMPY_SEED = (1 << 63) - 1, (1 << 32) - 1
@@ -72,7 +72,9 @@ def check_fields(record: Any, section: str = "") -> None:
         # a sequence in place of a word was checked by who read it
         is_list = isinstance(value, tuple) and any(typing.get_origin(x) is tuple for x in options)
         if known and not is_list and value not in known:
-            raise GrowthError(f"{full} is {reprlib.repr(value)}{nearest(str(value), known)}")
+            others = [field for field in kinds if value in choices(kinds[field])]
+            hint = f": it is a value of {others[0]}" if others else nearest(str(value), known)
+            raise GrowthError(f"{full} is {reprlib.repr(value)}{hint}")
 
 
 def _is_of(value: Any, kind: type) -> bool:
@@ -110,7 +112,7 @@ def path_of(name: str, value: Any, wanted: str = "the path of a directory") -> P
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
     """Refuse an argument that is of no such class."""
     if not isinstance(value, kind):
-        raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")
+        raise GrowthError(f"{name} is {a_kind(value)}: give {wanted}")
 
 
 def check_steps(steps: int, given: Mapping[str, float | None], unit: str = "steps") -> None:

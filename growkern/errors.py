@@ -206,6 +206,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
+def a_kind(value: object) -> str:
+    """The class of a value with its article: "a list", "an int"."""
+    name = type(value).__name__
+    return f"a{'n' if name[0] in 'AEIOaeio' else ''} {name}"
+
+
 def listed(names: Sequence[str], most: int) -> str:
     """The first names of a list, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

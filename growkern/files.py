@@ -348,7 +348,7 @@ def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") 
     if missing:
         raise GrowthError(f"{place} lacks {', '.join(map(repr, missing))}")
     values = {
-        name: _convert(value, kinds[name], file, f"{key}.{name}" if key else name)
+        name: convert(value, kinds[name], file, f"{key}.{name}" if key else name)
         for name, value in table.items()
     }
     try:
@@ -357,7 +357,7 @@ def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") 
         raise GrowthError(f"{place}: {error}") from error
 
 
-def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") -> Any:
+def convert(value: Any, kind: Any, file: str, key: str, described: str = "") -> Any:
     """Convert a TOML value to the type of its field, `described` in an error message."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, Union):
@@ -366,7 +366,7 @@ def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") ->
         is_list = isinstance(value, list)
         fitting = [option for option in kinds if (typing.get_origin(option) is tuple) == is_list]
         described = " or ".join(map(_describe, kinds))
-        return _convert(value, (fitting or kinds)[0], file, key, described)
+        return convert(value, (fitting or kinds)[0], file, key, described)
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
@@ -376,14 +376,12 @@ def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") ->
             raise GrowthError(f"{file}: {key} is {reprlib.repr(value)}{nearest(value, options)}")
         return value
     if origin is tuple and isinstance(value, list):
-        return tuple(
-            _convert(item, options[0], file, f"{key}[{i}]") for i, item in enumerate(value)
-        )
+        return tuple(convert(item, options[0], file, f"{key}[{i}]") for i, item in enumerate(value))
     if type(value) is int and value not in INTEGERS:
         raise GrowthError(f"{file}: {key} is {reprlib.repr(value)}: an integer has 64 bits")
     if origin is dict and isinstance(value, dict):
         return {
-            name: _convert(item, options[1], file, f"{key}.{name}") for name, item in value.items()
+            name: convert(item, options[1], file, f"{key}.{name}") for name, item in value.items()
         }
     if kind is float and type(value) is int:
         return float(value)

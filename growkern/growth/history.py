@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.families import Family, own_family
 from growkern.files import read_json
 
@@ -142,7 +142,7 @@ def family_from(file: Path, lineage: Any) -> Family | None:
     if table is None:
         return None
     if not isinstance(table, dict):
-        raise GrowthError(f"{file}: {TABLE_KEY} is a {type(table).__name__}: {FIX}")
+        raise GrowthError(f"{file}: {TABLE_KEY} is {a_kind(table)}: {FIX}")
     family = own_family(f"{file}: {TABLE_KEY}", table)
     if family.checksum != lineage.get(TABLE_SUM_KEY):
         raise GrowthError(f"{file}: {TABLE_KEY} was changed since the growth: {FIX}")

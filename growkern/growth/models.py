@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import initialization
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
-from growkern.errors import GrowthError, reason, warn
+from growkern.errors import GrowthError, a_kind, reason, warn
 from growkern.families import ModelSpec
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ def unwrapped(model: Any, role: str = "model") -> Any:
         inner = getattr(model, INNER.get(kind, ""), None)
         if inner is None:
             advice = ADVICE.get(kind, OTHER)
-            raise GrowthError(f"{role} is a {kind}: {advice}")
+            raise GrowthError(f"{role} is {a_kind(model)}: {advice}")
         model = inner
     return model
 

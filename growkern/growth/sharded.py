@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from growkern.arguments import nearest
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.families import read_family
 from growkern.growth import models
 from growkern.growth.history import GROWN_KEY
@@ -250,7 +250,7 @@ def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
     # fully_shard replaces a model's class by a subclass of it
     if opened.class_name not in (c.__name__ for c in type(model).__mro__):
         raise GrowthError(
-            f"the model is a {type(model).__name__}, the source a {opened.class_name}: build a "
+            f"the model is {a_kind(model)}, the source a {opened.class_name}: build a "
             f"transformers.{opened.class_name}(config)"
         )
     if getattr(model.config, "quantization_config", None) is not None:

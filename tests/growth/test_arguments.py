@@ -24,12 +24,12 @@ def grown():
         *(("noise", value) for value in ("a", True, None, 1j, float("nan"), 10**400)),
         *(("routing", "1"), ("carry", "x"), ("identity_gain", None), ("identity_gain", [1])),
         *((name, 3) for name in ("method", "depth", "scheme", "symmetry", "aki", "maps")),
-        *(("method", None), ("symmetry", ["noise"]), ("depth", torch.ones(2))),
+        *(("method", None), ("method", "stack"), ("symmetry", ["noise"]), ("depth", torch.ones(2))),
         *((name, value) for name in ("portable", "dequantize") for value in ("yes", 1, None)),
     ],
 )
 def test_every_option_is_checked_by_its_type(option, value):
-    with pytest.raises(GrowthError, match=f"^{option}[= ].*(expected|allowed|must|mean)"):
+    with pytest.raises(GrowthError, match=f"^{option}[= ].*(expected|allowed|must|mean|of depth)"):
         GrowthOptions(**{option: value})
 
 
@@ -65,7 +65,10 @@ def test_a_model_in_the_place_of_something_else(grown, tmp_path):
         lambda: growkern.moment_findings(grown),
         lambda: growkern.growth_clip_norm_(grown, 1.0, plan=grown),
     ]
-    for name, call in [*calls.items(), *(("plan", call) for call in plans)]:
+    # the model, where its parameters and its plan should stand
+    optimizers = (growkern.GrowthAdamW, growkern.GrowthMuon)
+    alone = [("params", lambda kind=kind: kind(grown)) for kind in optimizers]
+    for name, call in [*calls.items(), *(("plan", call) for call in plans), *alone]:
         with pytest.raises(GrowthError, match=f"^{name} is a .*: give "):
             call()
     assert not new.exists()

@@ -103,7 +103,7 @@ def test_arguments_from_sizes_keep_sums_exactly(dtype):
         ((16, 4, 10), {"gkv": 3}, "did you mean 'qkv'"),
         ((16, 4, 10), {"qkv": 5}, "fused=5 does not divide"),
         ((16, 4, 10), {"qkv": "3"}, "fused='3': expected how many matrices"),
-        ((16, 4, 10), 3, "fused is a int: give numbers by the names of layers"),
+        ((16, 4, 10), 3, "fused is an int: give numbers by the names of layers"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_writing(sizes, fused, message):

@@ -147,7 +147,7 @@ def test_channels_that_are_joined_are_filled_by_hand():
     small, large = trained(Unet(4)), Unet(8)
     before = {name: x.clone() for name, x in large.state_dict().items()}
     message = r"differ by 1\..* join \(Conv2d\): already its input"
-    with pytest.raises(GrowthError, match=message):
+    with pytest.raises(GrowthError, match=f"{message} .*heads of the same size.*`skip`"):
         growkern.widen(small, large, inputs={"images": IMAGES})
     assert all(torch.equal(x, before[name]) for name, x in large.state_dict().items())
     with torch.no_grad():
@@ -183,11 +183,6 @@ def test_single_layers_write_copies_and_read_them(small, large):
     torch.testing.assert_close(large(x.repeat(1, 2, 1)), expected.repeat(1, 2, 1))
 
 
-def mixed(*middle):
-    """Two linear layers, and others between them."""
-    return lambda h: nn.Sequential(nn.Linear(6, h), *(m(h) for m in middle), nn.Linear(h, 4))
-
-
 class Between(nn.Module):
     """Two linear layers, and a function between them."""
 
@@ -200,23 +195,20 @@ class Between(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "middle",
+    ("kind", "is_split"),
     [
-        (lambda h: nn.Softmax(-1),),
-        (lambda h: nn.LogSoftmax(-1),),
-        (lambda h: nn.Softmin(-1),),
-        (lambda h: nn.AvgPool1d(3, 1, 1),),
-        (lambda h: nn.Unflatten(-1, (2, h // 2)), lambda h: nn.ReLU(), lambda h: nn.Flatten(-2)),
-        (
-            lambda h: nn.Unflatten(-1, (2, h // 2)),
-            lambda h: nn.Softmax(-1),
-            lambda h: nn.Flatten(-2),
-        ),
+        *((nn.Softmax(-1), False), (nn.LogSoftmax(-1), False), (nn.Softmin(-1), False)),
+        *((nn.AvgPool1d(3, 1, 1), False), (nn.Softmax(-1), True), (nn.ReLU(), True)),
     ],
 )
-def test_layers_that_mix_entries(middle):
+def test_layers_that_mix_entries(kind, is_split):
     """By name without `inputs`, by the outputs with them; what stays exact is let through."""
-    small, large = (mixed(*middle)(h) for h in (8, 16))
+
+    def made(h):
+        middle = [nn.Unflatten(-1, (2, h // 2)), kind, nn.Flatten(-2)] if is_split else [kind]
+        return nn.Sequential(nn.Linear(6, h), *middle, nn.Linear(h, 4))
+
+    small, large = made(8), made(16)
     trained(small)
     x = torch.randn(2, 5, 6)
     with pytest.raises(GrowthError, match=r"1 \(.*inputs=\(x,\)"):
@@ -457,24 +449,33 @@ class Deep(nn.Module):
     def __init__(self, width, layers):
         super().__init__()
         self.put, self.out = nn.Linear(6, width), nn.Linear(width, 4)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)
+        )
 
     def forward(self, x):
         x = self.put(x)
         for layer in self.layers:
-            x = x + layer(x).tanh()
+            x = x + layer(x)
         return self.out(x)
 
 
 def test_new_layers_are_the_callers():
-    small, large, given = trained(Deep(8, 1)), Deep(12, 2), {"inputs": (torch.randn(5, 6),)}
-    with pytest.raises(GrowthError, match=r"only one of .*layers\.1\.bias.*skip="):
+    small, large, given = trained(Deep(8, 1)), Deep(12, 4), {"inputs": (torch.randn(5, 6),)}
+    blocks = ("layers.1", "layers.2", "layers.3")
+    with pytest.raises(GrowthError, match="bias and 1 more: .*skip=" + re.escape(f"{blocks}")):
         growkern.widen(small, large, **given)
-    with pytest.raises(GrowthError, match=r"differ by"):
-        growkern.widen(small, large, skip=("layers.1",), **given)
-    nn.init.zeros_(large.layers[1].weight), nn.init.zeros_(large.layers[1].bias)
-    growkern.widen(small, large, skip=("layers.1",), **given)
-    assert same(small, large, *given["inputs"]) < 1e-12
+    with pytest.raises(GrowthError, match=r"out \(Linear\)\. layers\.1, .* it must add 0$"):
+        growkern.widen(small, large, skip=blocks, **given)
+    new = {name: x for name, x in large.named_parameters() if name.startswith(blocks)}
+    for x in new.values():
+        nn.init.zeros_(x)
+    # by the blocks, or by all that they hold
+    for skip in (blocks, new):
+        growkern.widen(small, large, skip=skip, **given)
+        assert same(small, large, *given["inputs"]) < 1e-12
+    with pytest.raises(GrowthError, match="only one of small and large has"):
+        growkern.widen(small, large, skip=[*new][1:], **given)
 
 
 @pytest.mark.parametrize(

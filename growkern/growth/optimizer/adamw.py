@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError, warn
 from growkern.growth.models import local_tensor
 from growkern.growth.optimizer import checks
@@ -138,6 +139,7 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
 
 # beginning of a warning
 HALF_WEIGHTS = "the weights themselves are"
+NAMED = "model.named_parameters()"
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -200,7 +202,7 @@ class GrowthAdamW(torch.optim.AdamW):
     def __init__(
         self,
         params: Iterable[Any],
-        plan: PlanOfModel,
+        plan: PlanOfModel = None,
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -217,6 +219,8 @@ class GrowthAdamW(torch.optim.AdamW):
                 f"rewarm_steps={rewarm_steps}, rewarm_peak={rewarm_peak}: give 0 or more steps and "
                 "a positive peak"
             )
+        check_kind("params", params, Iterable, NAMED)
+        factors = growth_lr_multipliers(plan)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         for number, group in enumerate(self.param_groups):
             checks.check_group(f"the given group {number}", group)
@@ -229,7 +233,6 @@ class GrowthAdamW(torch.optim.AdamW):
             )
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan
-        factors = growth_lr_multipliers(plan)
         if matched:
             warn_of_unknown_growth(plan)
         self._factors: dict[Tensor, EntryFactors] = {}
@@ -244,7 +247,7 @@ class GrowthAdamW(torch.optim.AdamW):
                 self._factors[p], self._uniform[p] = own, uniform_of(own)
                 self._is_old[p] = is_old_of(own)
             if "param_names" not in group:
-                raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
+                raise GrowthError(f"GrowthAdamW needs named parameters: {NAMED}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim.AdamW`; all settings of the groups take effect.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.families import ModelSpec
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.stored import StoredTensor
@@ -51,7 +51,7 @@ def check_state_dict(state_dict: Any) -> None:
     for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
         if not isinstance(state_dict[key], kind):
             raise GrowthError(
-                f"the optimizer's {key!r} is a {type(state_dict[key]).__name__}: pass "
+                f"the optimizer's {key!r} is {a_kind(state_dict[key])}: pass "
                 "optimizer.state_dict() as it is"
             )
     for number, group in enumerate(state_dict["param_groups"]):
@@ -153,9 +153,7 @@ def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
     """Refuse a state that is not one of Adam or Muon, or does not fit its parameter."""
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
-            raise GrowthError(
-                f"{name}: its optimizer state is a {type(entry).__name__}, not a dict"
-            )
+            raise GrowthError(f"{name}: its optimizer state is {a_kind(entry)}, not a dict")
         for key, value in entry.items():
             if key in COUNTS:
                 # stored and distributed tensors are checked later, when they are read
@@ -177,7 +175,7 @@ def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
 
 def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(value, (Tensor, StoredTensor)):
-        raise GrowthError(f"{name}: {key} is a {type(value).__name__}, expected a tensor")
+        raise GrowthError(f"{name}: {key} is {a_kind(value)}, expected a tensor")
     if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
         kind = "on the meta device" if value.is_meta else "sparse"
         raise GrowthError(f"{name}: {key} is {kind}, expected a tensor with numbers in memory")
@@ -194,7 +192,7 @@ def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> No
 def count_of(name: str, value: Any) -> Tensor:
     """A step count as a tensor of one number."""
     if not isinstance(value, (Tensor, int, float)):
-        raise GrowthError(f"{name}: its step count is a {type(value).__name__}, expected a number")
+        raise GrowthError(f"{name}: its step count is {a_kind(value)}, expected a number")
     if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
         raise GrowthError(f"{name}: its step count has no number in memory")
     if isinstance(value, int) and value.bit_length() > 62:

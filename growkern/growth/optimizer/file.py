@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.files import regular_size
 from growkern.growth.optimizer.checks import check_values
 from growkern.growth.optimizer.moments import grow_moment
@@ -81,7 +81,7 @@ def read_optimizer(path: Path) -> dict[str, Any]:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise GrowthError(f"{file}: not a file of optimizer state: {why}") from error
     if not isinstance(state, dict):
-        raise GrowthError(f"{file}: holds a {type(state).__name__}, not an optimizer's state")
+        raise GrowthError(f"{file}: holds {a_kind(state)}, not an optimizer's state")
     return state
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from growkern.arguments import check_kind
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.growth.models import local_tensor, unwrapped
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.file import (
@@ -174,15 +174,15 @@ def _targets(
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:
-    kind = type(optimizer).__name__
+    kind = a_kind(optimizer)
     is_muon = isinstance(optimizer, torch.optim.Muon)
     if not is_muon and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise GrowthError(f"the optimizer is a {kind}; {checks.NO_RULE}")
+        raise GrowthError(f"the optimizer is {kind}; {checks.NO_RULE}")
     for name, entry in state.items():
         if (checks.MUON in entry) != is_muon:
             other = "Muon" if checks.MUON in entry else "Adam"
             raise GrowthError(
-                f"the optimizer is a {kind}, but {name} has the state of {other}: give each "
+                f"the optimizer is {kind}, but {name} has the state of {other}: give each "
                 "optimizer the parameters that it had in the source"
             )
     has = any(LARGEST in entry for entry in state.values())

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, _muon
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.growth.models import local_tensor
-from growkern.growth.optimizer.adamw import factors_of, loss_of
+from growkern.growth.optimizer.adamw import NAMED, factors_of, loss_of
 from growkern.growth.optimizer.checks import check_state_dict
 from growkern.growth.optimizer.moments import growth_lr_multipliers, warn_of_unknown_growth
 from growkern.growth.plan import PlanOfModel
@@ -117,13 +118,14 @@ class GrowthMuon(Muon):
     def __init__(
         self,
         params: Iterable[Any],
-        plan: PlanOfModel,
+        plan: PlanOfModel = None,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         *,
         matched: bool = True,
         **options: Any,
     ) -> None:
+        check_kind("params", params, Iterable, NAMED)
         factors = growth_lr_multipliers(plan)
         super().__init__(params, lr, weight_decay, **options)
         self.plan, self.matched = plan, matched
@@ -132,7 +134,7 @@ class GrowthMuon(Muon):
         self._factors: dict[Tensor, Mapping[str, float]] = {}
         for group in self.param_groups:
             if "param_names" not in group:
-                raise GrowthError("GrowthMuon needs named parameters: model.named_parameters()")
+                raise GrowthError(f"GrowthMuon needs named parameters: {NAMED}")
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 self._factors[p] = factors_of(factors, name, p).muon
 

@@ -60,16 +60,6 @@ def is_whole(layer: nn.Module) -> bool:
     return is_torch and not (may_mix(layer) or layer._modules or any(hooks))
 
 
-def is_known(layer: nn.Module, key: str) -> bool:
-    """Whether a tensor of a layer is one that torch.nn gave it; a subclass may add some."""
-    return isinstance(layer, KNOWN) and key in KEYS
-
-
-def has_three_parts(layer: nn.Module, key: str) -> bool:
-    """Whether queries, keys and values lie one below the other in a tensor."""
-    return isinstance(layer, nn.MultiheadAttention) and key in ("in_proj_weight", "in_proj_bias")
-
-
 def reading_axis(layer: nn.Module, key: str) -> int | None:
     """The axis of a known layer's tensor that reads copies; None if all axes are copies."""
     if isinstance(layer, _ConvNd):

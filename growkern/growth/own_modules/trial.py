@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from growkern.errors import GrowthError, reason
 from growkern.growth.models import class_of
+from growkern.growth.own_modules.layers import IN_TRAINING
 from growkern.growth.space import cyclic
 
 # relative to the largest output
@@ -28,13 +29,9 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.seen |= any(_is_narrow(x) for x in _leaves(out))
+        reals = (x for x in _leaves(out) if x.is_floating_point() or x.is_complex())
+        self.seen |= any(torch.finfo(x.dtype).eps > torch.finfo(torch.float64).eps for x in reals)
         return out
-
-
-def _is_narrow(x: Tensor) -> bool:
-    is_real = x.is_floating_point() or x.is_complex()
-    return is_real and torch.finfo(x.dtype).eps > torch.finfo(torch.float64).eps
 
 
 class Comparison(NamedTuple):
@@ -43,6 +40,7 @@ class Comparison(NamedTuple):
     sentence: str = ""  # where they differ, and by how much; "" if they do not
     before: tuple[str, ...] = ()  # the modules that had run, the last one first
     wider: tuple[str, ...] = ()  # the sizes of which some are copies, as in "5 -> 7"
+    new: str = ""  # the first module that ran between there and `before` and only `large` has
 
 
 def compare(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]) -> Comparison:
@@ -88,13 +86,9 @@ def _call(module: nn.Module, inputs: Any) -> Any:
     """The outputs of a module for copies of inputs, in float64. All draw the same numbers."""
     held = (*module.parameters(), *module.buffers())
     device = held[0].device if held else torch.device("cpu")
-
-    def as_double(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.to(device, torch.float64 if x.is_floating_point() else x.dtype, copy=True)
-
-    inputs = pytree.tree_map(as_double, inputs)
+    inputs = pytree.tree_map_only(
+        Tensor, lambda x: (x.double() if x.is_floating_point() else x).to(device, copy=True), inputs
+    )
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -148,19 +142,23 @@ def _first_difference(
     small: nn.Module, large: nn.Module, inputs: Any, parts: set[int], tolerance: float
 ) -> Comparison:
     """Where two runs begin to differ."""
-    seen = [_events(module, inputs) for module in (small, large)]
-    before: tuple[str, ...] = ()
-    for (path, what, ours), (other, _, theirs) in zip(*seen, strict=False):
+    known, theirs = (dict(module.named_modules()) for module in (small, large))
+    events = (x for x in _events(small, inputs) if x[0] in theirs)
+    before, new = tuple[str, ...](), ""
+    for other, what, wide in _events(large, inputs):
+        if other not in known:
+            new = new or ("" if isinstance(theirs[other], IN_TRAINING) else other)
+            continue
+        path, _, narrow = next(events, ("", "", []))
         if path != other:
             break
-        if _error(ours, theirs, parts) > tolerance:
-            kind = class_of(small.get_submodule(path)).__name__
+        if _error(narrow, wide, parts) > tolerance:
+            kind = class_of(known[path]).__name__
             name = f"{path} ({kind})" if path else f"the {kind} itself"
-            if what == "input":
-                sentence = f"The first to differ is {name}: already its input mixes what grows"
-                return Comparison(sentence, before)
-            return Comparison(f"The first to differ is the output of {name}", before)
-        before = (path, *before) if what == "output" else before
+            where = f"{name}: already its input mixes what grows"
+            where = where if what == "input" and not new else f"the {what} of {name}"
+            return Comparison(f"The first to differ is {where}", before, new=new)
+        before, new = (path, *before) if what == "output" else before, ""
     return Comparison("Their modules are called in another order", before)
 
 

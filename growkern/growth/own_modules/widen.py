@@ -186,9 +186,12 @@ def _check_outputs(
             f"{why.sentence}. There are several matrices in "
             f"{', '.join(x for x in told if x not in fused)}: pass fused={json.dumps(told)}"
         )
+    if why.new:
+        raise GrowthError(f"{why.sentence}. {why.new}, which is new, runs before it: it must add 0")
     raise GrowthError(
-        f"{why.sentence}. `fused`, `copies` and `skip` of growkern.widen say what it cannot see, "
-        f"such as two tensors that a layer reads side by side: {DOCS}/own_models.md"
+        f"{why.sentence}. Attention grows by heads of the same size: change their number. Or "
+        "`fused`, `copies` and `skip` of growkern.widen say what it cannot see, such as two "
+        f"tensors that a layer reads side by side: {DOCS}/own_models.md"
     )
 
 
@@ -291,12 +294,6 @@ def _get(module: nn.Module, name: str) -> Tensor:
     return getattr(module.get_submodule(path), key)
 
 
-def _grows(small: nn.Module, large: nn.Module) -> bool:
-    """Whether any size differs."""
-    first, second = ([x.shape for x in (*m.parameters(), *m.buffers())] for m in (small, large))
-    return first != second
-
-
 def _is_named(path: str, keys: Iterable[str]) -> bool:
     """Whether a path has one of these names among its parts; "a.b" stands for two of them."""
     return any(f".{key}." in f".{path}." for key in keys)
@@ -316,10 +313,11 @@ def _names_to_fill(small: nn.Module, large: nn.Module, skip: tuple[str, ...]) ->
     alone = (ours.keys() ^ theirs.keys()) | (held.keys() - wide.keys())
     if alone := {name for name in alone if not _is_named(name, skip)}:
         layers = ({x for x, _ in y.named_modules(remove_duplicate=False)} for y in (small, large))
-        new = min(sorted(set.__xor__(*layers)) or sorted(alone), key=len)
+        new = sorted(set.__xor__(*layers)) or sorted(alone)
+        tops = tuple(name for name in new if name.rpartition(".")[0] not in new)
         raise GrowthError(
             f"only one of small and large has {listed(sorted(alone), 5)}: build both with the same "
-            f"class and number of layers, or fill what is new and give skip=({new!r},)"
+            f"class and number of layers, or fill what is new and give skip={tops}"
         )
     names = [name for name in (*ours, *held) if not _is_named(name, skip)]
     for name in names:
@@ -360,7 +358,8 @@ def _check_layers(
 ) -> None:
     """Refuse layers that compute something else in `large`, whatever weights they get."""
     ours, wide = (dict(x.named_modules(remove_duplicate=False)) for x in (small, large))
-    is_seen = has_inputs or not _grows(small, large)
+    first, second = ([x.shape for x in (*m.parameters(), *m.buffers())] for m in (small, large))
+    is_seen = has_inputs or first == second
     for path, layer in ours.items():
         if _is_named(path, skip):
             continue
@@ -369,9 +368,14 @@ def _check_layers(
             why = "it may mix entries that grow: pass inputs=(x,), which compares the outputs"
         if why:
             raise GrowthError(f"{path or 'the layer'} ({class_of(layer).__name__}): {why}")
-    for path in ours.keys() ^ wide.keys():
-        layer = ours.get(path) or wide[path]
-        if not isinstance(layer, layers.IN_TRAINING) and not _is_named(path, skip):
+    filled: tuple[str, ...] = ()
+    for path in sorted(ours.keys() ^ wide.keys()):
+        layer = (ours | wide)[path]
+        is_told = _is_named(path, skip) or path.startswith(filled)
+        held = [f"{path}.{name}" for name, _ in layer.named_parameters()]
+        if held and all(_is_named(name, skip) for name in held):
+            filled += (f"{path}.",)
+        elif not (is_told or isinstance(layer, layers.IN_TRAINING)):
             raise GrowthError(
                 f"only one of small and large has {path} ({class_of(layer).__name__}): build both "
                 "with the same class"
@@ -390,9 +394,11 @@ def _fill_of(
         return Fill(target)
     named = [x for x in fused if _is_end(x, path)]
     parts = fused[max(named, key=len)] if named else 1
-    parts = 3 if layers.has_three_parts(layer, key) else parts
+    if isinstance(layer, nn.MultiheadAttention) and key in ("in_proj_weight", "in_proj_bias"):
+        # of queries, keys and values
+        parts = 3
     _check_sizes(source, target, parts)
-    if layers.is_known(layer, key):
+    if isinstance(layer, layers.KNOWN) and key in layers.KEYS:
         return Fill(target, parts, layers.reading_axis(layer, key))
     fill = Fill(target, parts)
     if _is_named(name, copies):

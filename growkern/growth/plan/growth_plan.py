@@ -17,7 +17,7 @@ import torch
 from transformers.utils import CONFIG_NAME
 
 from growkern.arguments import check_kind
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.families import ModelSpec, holds, read_family
 from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.models import cpu_by_default
@@ -338,7 +338,7 @@ def plan_growth(
             )
         if target_config is not None and not hasattr(target_config, "model_type"):
             raise GrowthError(
-                f"target_config is a {type(target_config).__name__}, but must be a config of "
+                f"target_config is {a_kind(target_config)}, but must be a config of "
                 "transformers: give one, or the sizes alone by name"
             )
 

@@ -104,7 +104,10 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
     of_growth = [
         row
         for row in measurements(plan)
-        if row["axes"] == axis and _alike(row, times) and _told(row) in _ways(plan, axis)
+        if row["axes"] == axis
+        and _alike(row, times)
+        # how it was grown
+        and {*row["setting"].split(";")[0].split(", ")[1:]} in _ways(plan, axis)
     ]
     for question, (words, *_) in QUESTIONS.items():
         rows = _file()["never_grown"] if question == "loss" else of_growth
@@ -121,11 +124,6 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
 def distance(mine: float, row: Row) -> float:
     """How far the tokens per parameter of a measurement are away, as the log of their ratio."""
     return math.inf if row["tokens"] is None else abs(math.log(row["tokens"] / mine))
-
-
-def _told(row: Row) -> set[str]:
-    """How a measurement made the large model."""
-    return {*row["setting"].split(";")[0].split(", ")[1:]}
 
 
 def _ways(plan: Blueprint, axis: str) -> list[set[str]]:

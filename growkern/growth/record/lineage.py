@@ -31,7 +31,7 @@ from huggingface_hub import ModelCard
 from torch import Tensor, nn
 
 from growkern.arguments import Limit, between, check_fields, check_kind
-from growkern.errors import GrowthError, reason
+from growkern.errors import GrowthError, a_kind, reason
 from growkern.families import Family, ModelSpec, value_of
 from growkern.files import check_format, read_json, text_of
 from growkern.growth import history
@@ -366,7 +366,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             raise ValueError(f"it has no {missing[0]!r}")
         for name in TABLES:
             if not isinstance(data.get(name, {}), dict):
-                raise ValueError(f"{name} is a {type(data[name]).__name__}")
+                raise ValueError(f"{name} is {a_kind(data[name])}")
         family = history.family_from(file, data)
         tensors = len(data["tensors"])
         return Lineage(

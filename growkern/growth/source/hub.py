@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.growth.source.refused import (
     OTHER_WEIGHTS,
     QUANTISED,
@@ -93,7 +93,7 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
     if is_name and not os.path.exists(source) and is_hub_name(str(source)):
         return _download(str(source), revision, weights)
     if revision is not None:
-        given = str(source) if is_name else f"a {type(source).__name__}"
+        given = str(source) if is_name else a_kind(source)
         raise GrowthError(
             f"revision={revision!r} (--revision) is for models on the Hub, named ORGANISATION/NAME;"
             f" the source is {given}"

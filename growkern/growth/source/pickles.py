@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.files import no_collections, read_all, read_bounded, regular_size, stays_inside
 from growkern.growth.source.files import MOST_ENTRIES, WeightFile, refuse_links_out
 from growkern.growth.source.refused import METADATA_FILE
@@ -159,7 +159,7 @@ def read_piece(
     except UNREADABLE as error:
         raise ValueError(f"a piece is no archive of a tensor: {brief(error)}") from error
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-        raise ValueError(f"a piece holds a {type(tensor).__name__}, not a dense tensor")
+        raise ValueError(f"a piece holds {a_kind(tensor)}, not a dense tensor")
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         raise ValueError(
             f"a piece holds a tensor of {tensor.dtype} {tuple(tensor.shape)}, "

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growkern.errors import GrowthError, warn
+from growkern.errors import GrowthError, a_kind, warn
 from growkern.families import ANY, Family, ModelSpec, TensorSpec, load_family, supported_families
 from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
@@ -169,9 +169,7 @@ def open_source(
     elif isinstance(source, nn.Module):
         opened = _open_model(unwrapped(source, "source"), family)
     else:
-        raise GrowthError(
-            f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
-        )
+        raise GrowthError(f"source is {a_kind(source)}; expected a PreTrainedModel or a directory")
     opened = opened if second else opened.without_second()
     if allow_nonfinite:
         return opened

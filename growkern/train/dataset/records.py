@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, a_kind
 from growkern.train.dataset.cache import DTYPES, IDS, LABELS, SIDE, WEIGHTS, Tokens
 from growkern.train.dataset.source import CONTINUED, TEXT, DataSource
 from growkern.train.model import IGNORE_INDEX, head_of, separator_of
@@ -181,8 +181,7 @@ class Reader:
         if not isinstance(text, str):
             hint = " (token ids belong in data.input_ids_column)" if _is_list(text) else ""
             raise GrowthError(
-                f"{self.name}: column {name!r} ({key}) holds a {type(text).__name__}, not "
-                f"a text{hint}"
+                f"{self.name}: column {name!r} ({key}) holds {a_kind(text)}, not a text{hint}"
             )
         return text
 

@@ -196,5 +196,5 @@ def warn_of_imbalance(model: Any, callbacks: Iterable[Any]) -> None:
     if is_off and not balances and any(map(is_experts, model.modules())):
         warn(
             "the experts train without a balance loss, so a few may get all tokens: set "
-            "output_router_logits to true in the model's config.json"
+            "output_router_logits to true in its config.json, which `growkern grow` writes"
         )

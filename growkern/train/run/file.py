@@ -42,7 +42,7 @@ from growkern.arguments import (
     check_steps,
 )
 from growkern.errors import GrowthError
-from growkern.files import matching_files, read_toml, to_dataclass
+from growkern.files import convert, matching_files, read_toml, to_dataclass
 from growkern.growth.options import GrowthKeywords, refuse_by_config
 from growkern.growth.source import config_directory, config_of, is_hub_name, refuse_other_names
 from growkern.train.model import TwoStageConfig
@@ -391,9 +391,9 @@ def _run_of(tables: dict[str, Any], path: Path) -> Run:
     tables = {"model": {}, **tables}
     growth = tables.get("growth")
     if isinstance(growth, dict):
-        tables["growth"] = _with_sizes(growth)
+        tables["growth"] = _with_sizes(growth, path, "growth")
     elif isinstance(growth, list):
-        tables["growth"] = [_with_sizes(x) if isinstance(x, dict) else x for x in growth]
+        tables["growth"] = [_with_sizes(x, path, f"growth[{i}]") for i, x in enumerate(growth)]
     _check_keys(tables, path)
     return to_dataclass(Run, tables, str(path))
 
@@ -407,14 +407,16 @@ def _sections(tables: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]
                 yield section, f"{section}[{i}]" if several else section, table
 
 
-def _with_sizes(table: dict[str, Any]) -> dict[str, Any]:
+def _with_sizes(table: Any, path: Path, place: str) -> Any:
     """A table of a growth with the sizes that stand beside its other keys put into `sizes`."""
+    if not isinstance(table, dict) or not isinstance(table.get("sizes", {}), dict):
+        return table
     names = keys()["growth"]
     # a size of a wrong type is still one; other unknown keys are typing errors
     known = GrowthKeywords.__annotations__.keys() - names
     sizes = {k: v for k, v in table.items() if k in known or (k not in names and type(v) is int)}
-    if not isinstance(table.get("sizes", {}), dict):
-        return table
+    # an error then names the key that the file has
+    convert(sizes, typing.get_type_hints(GrowthStep)["sizes"], str(path), place)
     rest = {k: v for k, v in table.items() if k not in sizes}
     return {**rest, "sizes": {**rest.get("sizes", {}), **sizes}}
 

@@ -179,8 +179,11 @@ def test_a_wrong_file_is_refused_by_file_and_key(load, old, new, match):
 @pytest.mark.parametrize(
     ("key", "match"),
     [
-        ('num_hidden_layers = "3"', r"sizes.num_hidden_layers is '3' \(str\): it must be a whole"),
-        ("n_layer = true", r"sizes.n_layer is True \(bool\): it must be a whole"),
+        (
+            'num_hidden_layers = "3"',
+            r"h(\[0\])?\.num_hidden_layers is '3' \(str\): it must be a",
+        ),
+        ("n_layer = true", r"growth(\[0\])?\.n_layer is True \(bool\): it must be a whole"),
         ('methd = "aki"', "has no key 'methd'; did you mean 'method'"),
         ("", "a growth needs sizes, such as num_hidden_layers = 12"),
         ("sizes = 3", r"sizes is 3 \(int\): it must be a table"),
