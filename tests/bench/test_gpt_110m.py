@@ -41,21 +41,6 @@ def toy_place(tmp_path, **changes):
     return training.Place(recorder, setting, 1, text, losses, "eager", torch.arange(48))
 
 
-@pytest.mark.parametrize("is_grown", [False, True])
-def test_a_branch_leaves_its_trunk_as_it_was(tmp_path, is_grown):
-    place = toy_place(tmp_path)
-    last = []
-    for ends in ((1.0,), (0.5, 1.0)):
-        model = place.untrained(place.setting.source)
-        model = place.grown(model, **place.setting.target_sizes()) if is_grown else model
-        one = training.Training(place, "one", model, 40)
-        one.run(ends)
-        last.append(one.rows[-1])
-        assert [row["steps"] for row in one.rows if row["ends a run"]] == [40 * x for x in ends]
-    for key in ("steps", "flops", "loss"):
-        assert last[0][key] == last[1][key]
-
-
 def test_growth_inside_a_run_keeps_the_loss_and_costs_what_it_runs(tmp_path):
     place = toy_place(tmp_path)
     model = place.untrained(place.setting.target, 2)
