@@ -420,7 +420,6 @@ class InheritanceSchedule:
             "constant" stays at `alpha` to the end of the run; "switch" stays at `alpha` up to
             `end_step`.
         temperature: of the softmax of student and teachers in the KL term.
-            The losses of tensors have 1 by default.
         kl_rows: rows with the KL term: "labels" (rows with a label) or "all" (in training every
             real token). The losses of tensors also take a bool mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.

@@ -78,8 +78,7 @@ class TwoStageTrainer(Trainer):
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder
     and a decoder the labels belong to the decoder, and `decoder_input_ids` are made of them if the
     batch has none; a depth of stage 1 counts for both stacks. The loss is `linear_kl_mlm_loss`.
-    Evaluation is the plain cross-entropy of the whole model without a teacher, as a mean over all
-    labels.
+    Evaluation is the plain cross-entropy of the whole model, without a teacher, over all labels.
 
     docs/training.md has the names of all logged values.
 
@@ -431,12 +430,15 @@ class TwoStageTrainer(Trainer):
             self._push_from_checkpoint(str(saved))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Trainer's; a sharded optimizer is written in parts, and a stream has a place."""
-        if self.shards.sharded:
-            parts = self.model, bare(self.optimizer), self.lr_scheduler
-            self.shards.save_optimizer(*parts, Path(output_dir), is_first=self.args.should_save)
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+        """Trainer's; a sharded optimizer is written in parts."""
+        if not self.shards.sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        parts = self.model, bare(self.optimizer), self.lr_scheduler
+        self.shards.save_optimizer(*parts, Path(output_dir), is_first=self.args.should_save)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Trainer's, which makes the directory in each process; and the place in a stream."""
+        super()._save_rng_state(output_dir)
         if self.batches.stream is not None:
             self.batches.stream.save(Path(output_dir))
 

@@ -92,4 +92,4 @@ def test_record_verify_and_command_know_the_list(tmp_path):
     assert growkern.verify(small, large).ok
     # of a run file, where it is a list
     step = GrowthStep(at_step=2, sizes={"num_hidden_layers": 6}, depth=listed)
-    assert step.options()["depth"] == tuple(listed)
+    assert step.how.depth == tuple(listed)

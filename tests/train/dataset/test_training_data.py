@@ -247,7 +247,7 @@ IDS = {"input_ids_column": "ids"}
     ("record", "options", "match"),
     [
         (ONE, {"text_column": "txt"}, r"no column 'txt' \(data.text_column\): it has text, ids"),
-        (ONE, {"text_column": "number"}, r"column 'number' .* holds a int, not a text"),
+        (ONE, {"text_column": "number"}, r"column 'number' .* holds an int, not a text"),
         (ONE, {"text_column": "ids"}, "holds a list, not a text .*input_ids_column"),
         (ONE | {"text": None}, {}, "a record without a value in column 'text'"),
         (ONE, {"input_ids_column": "text"}, "'text' .* must hold lists of integers, not str"),
