@@ -34,6 +34,7 @@ OVERRIDDEN = {
     "_move_model_to_device": "model device",
     "_save_checkpoint": "model trial",
     "_save_optimizer_and_scheduler": "output_dir",
+    "_save_rng_state": "output_dir",
 }
 CALLED = {
     "_determine_best_metric": "metrics trial",
