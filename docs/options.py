@@ -16,8 +16,6 @@ DECLARED = ROOT / "growkern/ops/loss/rows/options.py"
 OPTIONS, HEADER = ROOT / "growkern/train/sections.py", ROOT / "csrc/maths.h"
 # the options that a section of a run file gets
 SECTIONS = {"LossOptions": LABEL_OPTIONS, "InheritanceSchedule": KL_OPTIONS}
-# in training it has another default, as `InheritanceSchedule` declares it
-IN_TRAINING = "temperature"
 
 
 def _parts(text: str, name: str) -> tuple[str, dict[str, str], dict[str, str]]:
@@ -39,7 +37,7 @@ def sections(text: str) -> str:
         new = old
         for option in [x for x in entries if x in meanings and x != "row_weights"]:
             new = new.replace(entries[option], meanings[option])
-        for option in [x for x in options if x != IN_TRAINING]:
+        for option in options:
             new = new.replace(fields[option], declared[option])
         text = text.replace(old, new)
     return text

@@ -32,9 +32,9 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 SHAPES = ((6, 128_256), (6, 30_522), (16, 128_256), (16, 30_522))
 # of the calls whose options name no other
 ALPHA, T = 0.7, 2.0
-# A temperature is a constant of the kernels: 1, the default, has kernels of its own, and so have
-# calls without a teacher
-DEFAULT_T: dict[str, Any] = {"temperature": 1.0}
+# A temperature is a constant of the kernels: 1, as a server's teacher has it, has kernels of its
+# own, and so have calls without a teacher
+PLAIN_T: dict[str, Any] = {"temperature": 1.0}
 LABELS_ALONE: dict[str, Any] = {"alpha": 0.0}
 Shapes: TypeAlias = Sequence[tuple[int, int]]
 
@@ -168,7 +168,7 @@ def headline(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     for (N, V), dtype in itertools.product(shapes, (BF16, FP32)):
         for make in (_linear, _ready, _topk, without_biases):
             yield make(N, V, dtype, {}, rng)
-            yield make(N, V, dtype, DEFAULT_T, rng)
+            yield make(N, V, dtype, PLAIN_T, rng)
         for make in (_linear, _ready, without_biases):
             yield make(N, V, dtype, LABELS_ALONE, rng)
 
@@ -184,7 +184,7 @@ def once(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
         return Case(f"once, {case.name}", run)
 
     N, V = shapes[2]
-    for options in ({}, DEFAULT_T, LABELS_ALONE):
+    for options in ({}, PLAIN_T, LABELS_ALONE):
         yield on(_linear(N, V, BF16, options, rng, bias=False))
 
 

@@ -21,7 +21,7 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 ALPHA, T = 0.7, 2.0
-# (alpha, temperature) of calls with kernels of their own: at the default, and without a teacher
+# (alpha, temperature) of calls with kernels of their own: at temperature 1, and without a teacher
 OTHERS = ((ALPHA, 1.0), (0.0, 1.0))
 PARTS = ("loss", "dX", "dW")
 # largest allowed relative Frobenius error of a gradient, by dtype of the inputs

@@ -239,7 +239,8 @@ def plain_float32(student, teacher, labels, alpha):
 
 
 def growkern(student, teacher, labels, alpha, **options):
-    """`linear_kl_mlm_loss` of heads [hidden, weight]."""
+    """`linear_kl_mlm_loss` of heads [hidden, weight], at the others' temperature."""
+    options = {"temperature": 1.0, **options}
     return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha, **options)
 
 

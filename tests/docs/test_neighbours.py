@@ -58,6 +58,7 @@ def how(beta):
 
 
 def ours(student, alpha=1.0, labels=LABELS, **options):
+    options = {"temperature": 1.0, **options}
     return kl_mlm_loss(student, TEACHER, labels, alpha=alpha, **options)
 
 

@@ -8,7 +8,7 @@ from growkern.rooms import opener
 if TYPE_CHECKING:
     from growkern.ops.loss.linear.gemm import project
     from growkern.ops.loss.rows.inputs import check_columns, LossParts
-    from growkern.ops.loss.rows.options import (IGNORE_INDEX, IN_TRAINING, InheritedKeywords,
+    from growkern.ops.loss.rows.options import (IGNORE_INDEX, InheritedKeywords,
         LossCall, public)
     from growkern.ops.loss.rows.values import (Divergence, KL_OPTIONS, KLRows, LABEL_OPTIONS,
         LIMITS, Tail)

@@ -28,7 +28,6 @@ from growkern.arguments import as_list, check_kind
 from growkern.errors import GrowthError
 from growkern.growth.models import QUANTISED
 from growkern.ops.loss import (
-    IN_TRAINING,
     LABEL_OPTIONS,
     InheritedKeywords,
     LossCall,
@@ -92,7 +91,7 @@ def inherited_loss(
 ) -> tuple[Tensor, LossParts]: ...  # fmt: skip
 
 
-@public(InheritedKeywords, explained=LABEL_OPTIONS, defaults=IN_TRAINING)
+@public(InheritedKeywords, explained=LABEL_OPTIONS)
 def inherited_loss(
     model: Any,
     teacher: Any,
@@ -130,7 +129,6 @@ def inherited_loss(
             is refused.
         alpha: share of the KL term, in [0, 1]. No teacher runs if it is the number 0.
         temperature: of the softmax in the KL term.
-            The losses of tensors have 1 by default.
         num_items: the number by which the sum over rows is divided: the labels of the whole
             accumulated batch, of all processes (`count_labels`). Multiply the loss by the number of
             processes then, because DistributedDataParallel and FSDP average the gradients. A pair

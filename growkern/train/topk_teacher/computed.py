@@ -104,7 +104,7 @@ class ModelTeacher(TopKRows):
         self,
         model: Any,
         k: int,
-        temperature: float = 1.0,
+        temperature: float = 2.0,
         rows: str = "labels",
         vocab_size: int | None = None,
     ) -> None:

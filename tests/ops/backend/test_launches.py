@@ -125,7 +125,7 @@ def test_the_calls_have_every_option_of_a_loss(name, monkeypatch):
     named = {option for option, x in options.items() if x.kind == x.KEYWORD_ONLY}
     assert named - IN_PYTORCH - AS_TILES == given.keys()
     assert {0.0, cases.ALPHA} <= set(given["alpha"])
-    assert {options["temperature"].default, cases.T} <= set(given["temperature"])
+    assert {options["temperature"].default, 1.0} <= set(given["temperature"])
 
 
 # a batch in one chunk, a batch whose last chunk is no multiple of 16, and the widest head

@@ -37,7 +37,7 @@ def make_logits(N: int, V: int, dtype: torch.dtype, device: str, K: int = 1, see
     return student_NV.to(dtype), teachers, make_labels(N, V, rng)
 
 
-def truth_of(student, teachers, labels, *, alpha, temperature=1.0, softcap=None, weights=None):
+def truth_of(student, teachers, labels, *, alpha, temperature=2.0, softcap=None, weights=None):
     """Mean MLM and KL on the labelled rows, from torch's own losses in float64."""
     z, *us = (x.double() for x in (student, *teachers))
     if softcap:
@@ -71,7 +71,7 @@ def call(door, student, teacher, labels, *, k=None, **options):
         )
     with torch.autocast(x.device.type, enabled=False):
         log_p = F.linear(x.double(), w.double(), None if b is None else b.double())
-        log_p = (log_p / options.get("temperature", 1.0)).log_softmax(-1)
+        log_p = (log_p / options.get("temperature", 2.0)).log_softmax(-1)
     kept = log_p.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     kept = kept.topk(k or len(w), dim=-1)
     return growkern.topk_kl_mlm_loss(

@@ -119,8 +119,10 @@ def test_compaction_without_asking_how_many(backend, door, device):
 def test_narrow_gradients_written_over_the_logits(dtype, bar, door, device):
     """The Triton kernel rounds dlogits once, in place; k more than one block's threads."""
     *heads, labels = drifted_heads(6, 9000, 0.01, dtype, device)
-    truth = loss_and_grads(door, *in_float64(*heads), labels, alpha=1.0, k=300)[1]
-    actual = loss_and_grads(door, *heads, labels, backend="triton", alpha=1.0, k=300)[1]
+    # at 2 some gradients of float16 lie under its floor
+    options = {"alpha": 1.0, "temperature": 1.0, "k": 300}
+    truth = loss_and_grads(door, *in_float64(*heads), labels, **options)[1]
+    actual = loss_and_grads(door, *heads, labels, backend="triton", **options)[1]
     errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
     assert all(error <= bar for error in errors.values()), errors
 

@@ -25,7 +25,7 @@ PROVIDERS = BACKENDS[1:]
 
 
 def truth_of(
-    z, us, labels, *, alpha, temperature=1.0, divergence="forward", beta=0.5, softcap=None,
+    z, us, labels, *, alpha, temperature=2.0, divergence="forward", beta=0.5, softcap=None,
     label_smoothing=0.0, z_loss=0.0, row_weights=None, weights=None,
 ):  # fmt: skip
     """Mean over the labelled rows, from torch's own losses and their definitions."""

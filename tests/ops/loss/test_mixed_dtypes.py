@@ -48,9 +48,8 @@ def test_heads(dtype, backend, how, device):
         pytest.skip("the interpreter takes 15 seconds for many launches")
     student, labels, teachers = inputs(dtype, device, K=2)
     hiddens, weights = zip(*teachers, strict=True)
-    loss = linear_kl_mlm_loss(
-        *student, list(hiddens), list(weights), labels, alpha=0.7, backend=backend, **how
-    )
+    options = {"alpha": 0.7, "temperature": 1.0, "backend": backend, **how}
+    loss = linear_kl_mlm_loss(*student, list(hiddens), list(weights), labels, **options)
     assert max(errors(loss, truth(student, labels, teachers, 0.7), student)) < 1e-9
 
 
@@ -64,15 +63,14 @@ def test_logits_and_the_likeliest_tokens(dtype, backend, device):
     z = student[0] @ student[1].T
     kl = F.kl_div(F.log_softmax(z, -1), p, reduction="none", log_target=True)
     expected = kl[labels != -100].sum() / (labels != -100).sum()
-    loss = kl_mlm_loss(z, logits, labels, alpha=1.0, backend=backend)
+    options = {"alpha": 1.0, "temperature": 1.0, "backend": backend}
+    loss = kl_mlm_loss(z, logits, labels, **options)
     assert max(errors(loss, expected, student)) < 1e-9
 
     ids = torch.arange(150, device=device).expand(40, 150)
     kept = F.log_softmax(logits.double(), -1).to(dtype)
     q = kept.double().softmax(-1)
     expected = (q * (q.log() - F.log_softmax(student[0] @ student[1].T, -1)))[labels != -100]
-    loss = topk_kl_mlm_loss(
-        *student, ids, kept, labels, alpha=1.0, backend=backend, tail="renormalise"
-    )
+    loss = topk_kl_mlm_loss(*student, ids, kept, labels, tail="renormalise", **options)
     found = errors(loss, expected.sum() / (labels != -100).sum(), student)
     assert max(found) < 1e-9

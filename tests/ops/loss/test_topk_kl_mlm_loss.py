@@ -16,7 +16,7 @@ from tests.ops.loss.test_linear_kl_mlm_loss import NAMES, assert_same, drifted_h
 PROVIDERS = BACKENDS[1:]  # what is tested against the reference
 
 
-def topk_of(logits, k, temperature=1.0, dtype=None):
+def topk_of(logits, k, temperature=2.0, dtype=None):
     """The teacher as it would be kept: ids in no order of size, log-probs of the whole softmax."""
     log_p = (logits.double() / temperature).log_softmax(-1)
     values, ids = log_p.topk(k, dim=-1)
@@ -24,7 +24,7 @@ def topk_of(logits, k, temperature=1.0, dtype=None):
     return ids[:, order.to(ids.device)], values[:, order.to(ids.device)].to(dtype or logits.dtype)
 
 
-def make_inputs(N, V, H, k, dtype, device, temperature=1.0, stored=None):
+def make_inputs(N, V, H, k, dtype, device, temperature=2.0, stored=None):
     """Student head, (ids, log-probs) of a teacher, labels of which some are among the k."""
     student, teachers, labels = make_heads(N, V, H, dtype, device)
     teacher = F.linear(*teachers[0])
@@ -37,7 +37,7 @@ def make_inputs(N, V, H, k, dtype, device, temperature=1.0, stored=None):
     return student, topk, labels
 
 
-def make_teachers(N, V, H, ks, dtype, device, temperature=1.0):
+def make_teachers(N, V, H, ks, dtype, device, temperature=2.0):
     """Student head, [ids], [log-probs] of teachers with some tokens in common, labels."""
     student, (ids, logprobs), labels = make_inputs(N, V, H, ks[0], dtype, device, temperature)
     _, others, _ = make_heads(N, V, H, dtype, device, K=len(ks))
@@ -76,7 +76,7 @@ def divergence_of(p, q, kind, beta):
 
 
 def truth_of(
-    student, topk, labels, *, alpha, temperature=1.0, softcap=None, tail="bucket",
+    student, topk, labels, *, alpha, temperature=2.0, softcap=None, tail="bucket",
     divergence="forward", beta=0.5, label_smoothing=0.0, z_loss=0.0, teacher_weights=None,
 ):  # fmt: skip
     """The definition, row by row in float64, teacher by teacher."""
@@ -134,7 +134,7 @@ def loss_and_grads(student, topk, labels, function=call, **options):
 )
 def test_is_the_definition(k, options, backend, device):
     make = make_teachers if isinstance(k, list) else make_inputs
-    T = options.get("temperature", 1.0)
+    T = options.get("temperature", 2.0)
     student, topk, labels = make(9, 41, 12, k, torch.float64, device, T)
     expected = loss_and_grads(student, topk, labels, truth_of, **options)
     actual = loss_and_grads(student, topk, labels, backend=backend, **options)
@@ -217,7 +217,7 @@ def test_the_reverse_of_a_rounded_tail(backend, device):
     ids = torch.tensor([[3, 0]] * 2, device=device)
     stored = torch.tensor([[-0.5, -0.9321]] * 2, dtype=torch.half, device=device)
     assert (stored.double().exp().sum(-1) >= 1).all()
-    options = {"alpha": 1.0, "divergence": "reverse", "backend": backend}
+    options = {"alpha": 1.0, "divergence": "reverse", "backend": backend, "temperature": 1.0}
     loss, grads = loss_and_grads(student, (ids, stored), labels, **options)
     p = stored.double().exp()
     p = p / p.sum(-1, keepdim=True)

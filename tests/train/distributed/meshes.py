@@ -85,7 +85,7 @@ def check_example(folder, cls, config, experts=1, backend=None, dtype=torch.floa
     dist.barrier()
     tokens = batch(4)["input_ids"]
     whole = {"input_ids": tokens, "labels": tokens}
-    plain_loss(twin, [teacher], whole, causal=True, temperature=1.0).backward()
+    plain_loss(twin, [teacher], whole, causal=True).backward()
     how = {"tp_size": 2, "fsdp_size": 2, "ep_size": experts, "tp_plan": {"lm_head": "colwise"}}
     student = cls.from_pretrained(
         *(folder,), dtype=dtype, experts_implementation="eager",

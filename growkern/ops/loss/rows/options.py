@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast, get_args
 
 import torch
@@ -96,7 +96,7 @@ class LossCall(NamedTuple):
     """
 
     alpha: float | Tensor = 0.5
-    temperature: float = 1.0
+    temperature: float = 2.0
     divergence: Divergence = "forward"
     beta: float | None = None
     ignore_index: int = IGNORE_INDEX
@@ -195,17 +195,12 @@ class InheritedKeywords(TypedDict, total=False):
 
 # what `linear_kl_mlm_loss` explains, beside the options of `kl_mlm_loss`
 OF_CHUNKS = ("chunk_bytes", "max_rows", "vocab_tile", "logits_dtype")
-# the defaults of the options in training
-IN_TRAINING = {**LossCall._field_defaults, "temperature": 2.0}
+_DEFAULTS = LossCall._field_defaults
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
 
-def public(
-    keywords: Any,
-    explained: Iterable[str] | None = None,
-    defaults: Mapping[str, Any] = LossCall._field_defaults,
-) -> Callable[[Loss], Loss]:
+def public(keywords: Any, explained: Iterable[str] | None = None) -> Callable[[Loss], Loss]:
     """Give a loss the options of its keywords: its signature and docstring show them.
 
     It gets all of them. Others are refused, as Python refuses them.
@@ -214,7 +209,6 @@ def public(
         keywords: a `TypedDict`, to which `return_parts` is added.
         explained: options whose declared meanings take the place of the entry ``**options``; None
             for all of them.
-        defaults: of the options.
     """
     kinds = {**keywords.__annotations__, "return_parts": bool}
 
@@ -222,12 +216,12 @@ def public(
         found = inspect.signature(loss)
         given = [x for x in found.parameters.values() if x.kind is not x.VAR_KEYWORD]
         # those of the loss itself, such as biases
-        own = [x for x in given if x.name not in defaults]
+        own = [x for x in given if x.name not in _DEFAULTS]
         options = [
             inspect.Parameter(
                 x, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[x]
             )
-            for x, default in defaults.items()
+            for x, default in _DEFAULTS.items()
             if x in kinds
         ]
         filled = {x.name: x.default for x in options}
@@ -261,13 +255,10 @@ def _explained(loss: Any, names: Iterable[str]) -> str | None:
     return re.sub(r"(?m)^ {4}\*\*options:.*\n", lambda _: meanings.rstrip() + "\n", text)
 
 
-_DEFAULTS = LossCall._field_defaults
-
-
 class Maths(NamedTuple):
     """The numbers in the formulas of a row's terms. Custom ops take them as a list of floats."""
 
-    temperature: float = _DEFAULTS["temperature"]
+    temperature: float = 1.0  # 1: none
     softcap: float = 0.0  # 0: none
     teacher_softcap: float = 0.0  # 0: none
     beta: float = 0.0  # 0: forward KL, 1: reverse KL, between them Jensen-Shannon
@@ -326,7 +317,7 @@ class Maths(NamedTuple):
         return self._replace(softcap=0.0, label_smoothing=0.0)
 
 
-_MAY_BE_NONE = {name for name in LIMITS if LossCall._field_defaults[name] is None}
+_MAY_BE_NONE = {name for name in LIMITS if _DEFAULTS[name] is None}
 
 
 class Options(NamedTuple):
