@@ -22,6 +22,7 @@ from growkern.plot.curves import MEASURED, QUESTIONS
 from growkern.publish import manifest
 from growkern.publish.manifest import MANIFEST
 from growkern.train.dataset import cache, stream
+from growkern.train.loop import meter
 from growkern.train.run.file import load_run
 from growkern.train.topk_teacher import store
 from testbed import warm
@@ -160,6 +161,7 @@ def test_the_formats_of_records_are_those_of_the_code():
         f"`{CHECKSUMS_FILE}`": manifest.FORMAT,
         "teacher cache": store.FORMAT,
         "`stream_N.json` of a checkpoint": stream.FORMAT,
+        "`log_line.json` of a checkpoint": meter.FORMAT,
         "cache of token ids": cache.VERSION,
     }.items():
         assert f"| {name} | {number} |" in page

@@ -40,7 +40,7 @@ def trainer_in(path, save_steps):
     args = arguments(
         path, max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         warmup_steps=3, max_grad_norm=1.0, train_sampling_strategy="random", save_strategy="steps",
-        save_steps=save_steps,
+        save_steps=save_steps, logging_steps=4,
     )  # fmt: skip
     return TwoStageTrainer(
         model, args, two_stage=STAGES, inheritance=InheritanceSchedule(end_step=8),
@@ -128,12 +128,15 @@ def test_a_mixture_resumes_with_the_experts_of_its_checkpoint(grows, tmp_path):
         how = {"dtype": torch.float32, "experts_implementation": "eager"}
         model = random_model(*RELATIVES["qwen3_moe"][:2], **how)
         args = arguments(
-            tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_only_model=False
-        )
+            *(tmp_path,), max_steps=4, save_strategy="steps", save_steps=2, save_only_model=False,
+            logging_steps=3,
+        )  # fmt: skip
         trainer = TwoStageTrainer(model, args, train_dataset=Batches(8), growth=growth)
         trainer.train(checkpoint)
         assert trainer.model.config._experts_implementation == "eager"
-        return trainer.model.state_dict()
+        return trainer.model.state_dict(), log_of(trainer)
 
-    straight, resumed = trained(None), trained(tmp_path / "checkpoint-2")
+    (straight, lines), (resumed, found) = trained(None), trained(tmp_path / "checkpoint-2")
+    # with the load of the experts
+    assert found == lines and "expert_entropy" in found[3]
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())

@@ -28,6 +28,7 @@ OVERRIDDEN = {
     "_load_best_model": "",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_load_optimizer_and_scheduler": "checkpoint",
+    "_load_rng_state": "checkpoint",
     "_maybe_log_save_evaluate": (
         "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
     ),
@@ -47,10 +48,10 @@ CALLED = {
     "_save": "output_dir state_dict",
 }
 # private attributes that are no methods
-ATTRIBUTES = {"_globalstep_last_logged", "_loss_shifts_labels", "_tr_loss", "_train_batch_size"}
+ATTRIBUTES = {"_loss_shifts_labels", "_train_batch_size"}
 # of growkern's trainer alone
 OWN = {
-    *("batches", "growths", "labelled", "meter", "optimizers", "precision"),
+    *("batches", "growths", "meter", "optimizers", "precision"),
     *("saver", "shards", "steps", "stops", "two_stage", "_begin", "_sums"),
     *("evaluates_first", "evaluates_start", "misses_evaluation", "_make_up_evaluation"),
     *("fit_to", "_replace_model", "_forget_model", "save_final_model", "take_end"),

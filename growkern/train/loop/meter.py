@@ -8,18 +8,22 @@ each expert gets are counted.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from growkern.files import check_format, read_json
 from growkern.ops.loss import LossParts
+from growkern.package import version
 from growkern.train.loss import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
 from growkern.train.model import IGNORE_INDEX, ModelPart, TokenCounts, inside_ddp, is_experts
 
@@ -44,6 +48,8 @@ PEAKS = {
 }
 
 
+# of a checkpoint: the numbers of the log line that it interrupts, of each process
+FILE, FORMAT, MOST_BYTES = "log_line.json", 1, 64_000_000
 # a tensor of one process -> of all
 Across = Callable[[Tensor], Tensor]
 
@@ -56,14 +62,56 @@ class Meter:
 
     def __init__(self, add_up: Across = lambda x: x, largest: Across = lambda x: x) -> None:
         self._add_up, self._largest = add_up, largest
-        self.flops, self.experts = 0.0, ExpertCounts()
-        self._reset()
+        self.flops, self.experts, self.skipped = 0.0, ExpertCounts(), 0
+        self.reset()
 
-    def _reset(self) -> None:
-        self._sums: defaultdict[str, Tensor | float] = defaultdict(float)
-        self._weights: defaultdict[str, Tensor | float] = defaultdict(float)
-        self._times: defaultdict[str, float] = defaultdict(float)
-        self._tokens, self._steps, self._since = 0, 0, time.perf_counter()
+    def reset(self) -> None:
+        """Begin a log line."""
+        self._sums: defaultdict[str, Any] = defaultdict(float)
+        self._weights: defaultdict[str, Any] = defaultdict(float)
+        # beside seconds the tokens that were trained on, and steps
+        self._times: defaultdict[str, Any] = defaultdict(float)
+        self._labelled: Tensor | bool = True  # this step
+        self._since = time.perf_counter()
+        self.experts.reset()
+
+    def save(self, directory: Path, gather: Callable[[Any], list[Any]], *, is_first: bool) -> None:
+        """Write the numbers of the line so far; `gather` gives the objects of all processes."""
+        mine: dict[str, Any] = {
+            kind: {k: x.item() if isinstance(x, Tensor) else x for k, x in table.items()}
+            for kind, table in self._tables().items()
+        }
+        mine["experts"] = [counts_E.tolist() for _, counts_E in self.experts.layers]
+        record = {
+            "format": FORMAT,
+            "growkern": version(),
+            "flops": self.flops,
+            "skipped": self.skipped,
+            "processes": gather(mine),
+        }
+        if is_first:
+            (directory / FILE).write_text(json.dumps(record), encoding="utf-8")
+
+    def load(self, directory: Path, process: int, processes: int) -> None:
+        """Continue the line of a checkpoint; other processes than it had take the mean of all."""
+        if not (file := directory / FILE).is_file():
+            return
+        record = read_json(file, MOST_BYTES, "log line")
+        check_format(file, record, FORMAT, ())
+        self.skipped, found = record["skipped"], record["processes"]
+        mine = found[process] if len(found) == processes else _mean(found)
+        if not mine["times"].get("steps"):
+            # a line ended there. A model that has grown may have other experts
+            return
+        self.flops = record["flops"]
+        for kind, table in self._tables().items():
+            for name, x in mine[kind].items():
+                table[name] += x
+        for (_, counts_E), tokens in zip(self.experts.layers, mine["experts"], strict=False):
+            counts_E += torch.tensor(tokens).to(counts_E)
+
+    def _tables(self) -> dict[str, dict[str, Any]]:
+        return {"sums": self._sums, "weights": self._weights, "times": self._times}
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float = 1) -> None:
         """Add a value, itself the mean of `weight` rows or steps, to the mean of a name."""
@@ -79,7 +127,21 @@ class Meter:
 
     def add_tokens(self, tokens: int) -> None:
         """Add to the tokens that were trained on."""
-        self._tokens += tokens
+        self._times["tokens"] += tokens
+
+    def count_step(self, items: Any) -> None:
+        """Count a step with so many labels in all processes; None: nobody counted them."""
+        labelled = True if items is None else items != 0
+        # a bool makes no small operations on the loss
+        on_cpu = isinstance(labelled, Tensor) and labelled.is_cpu
+        self._labelled = bool(labelled) if on_cpu else labelled
+        self.add("loss", 0.0, self._labelled)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of a batch of the step; without a label it is 0 or the teacher's alone."""
+        if self._labelled is not True:
+            loss = torch.where(torch.as_tensor(self._labelled, device=loss.device), loss, 0.0)
+        self._sums["loss"] += loss.float()
 
     def start_step(self) -> None:
         """Start the clock of a training step."""
@@ -88,7 +150,7 @@ class Meter:
     def end_step(self) -> None:
         """Stop the clock. Time between steps (evaluation, saving) does not count."""
         self._times["step"] += time.perf_counter() - self._since
-        self._steps += 1
+        self._times["steps"] += 1
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -111,15 +173,14 @@ class Meter:
         """
         rows = [(self._sums[name], self._weights[name]) for name in self._sums]
         # seconds, and 1 per process: their quotient is the mean over processes
-        rows += [(self._times[name], 1) for name in ("data", "checkpoint")]
-        rows += [(self._tokens, 1), (self._times["step"], 1)]
+        rows += [(self._times[name], 1) for name in ("data", "checkpoint", "tokens", "step")]
         sums_N2 = self._add_up(torch.tensor(rows, dtype=torch.float64)).tolist()
         logs = {
             name: x / n if n else math.nan
             for name, (x, n) in zip(self._sums, sums_N2, strict=False)
         }
         (data, _), (saving, _), (tokens, _), (seconds, processes) = sums_N2[-4:]
-        own = (self._times["step"] + self._times["data"]) / max(self._steps, 1)
+        own = (self._times["step"] + self._times["data"]) / max(self._times["steps"], 1)
         most = self._largest(torch.tensor([own, memory[1]], dtype=torch.float64)).tolist()
         if most[1]:
             logs[memory[0]] = most[1]
@@ -132,9 +193,20 @@ class Meter:
         if saving:
             logs["checkpoint_time"] = saving / processes
         logs |= self.experts.drain(self._add_up)
+        if self.skipped:
+            logs["skipped_steps"] = self.skipped
         self.flops = flops
-        self._reset()
+        self.reset()
         return logs
+
+
+def _mean(found: Sequence[Any]) -> Any:
+    """The mean of numbers, or of such tables or lists of them."""
+    if isinstance(found[0], dict):
+        return {name: _mean([x[name] for x in found]) for name in found[0]}
+    if isinstance(found[0], list):
+        return [_mean(x) for x in zip(*found, strict=True)]
+    return sum(found) / len(found)
 
 
 def memory_and_peak(device: torch.device) -> tuple[tuple[str, float], float]:

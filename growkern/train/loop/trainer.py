@@ -38,7 +38,6 @@ from growkern.train.loop.setup import HALF, prepare, take_model
 from growkern.train.loss import (
     Batches,
     EvaluationSums,
-    LabelledSteps,
     are_sent,
     stream_loader,
     unchanged_random_state,
@@ -182,7 +181,7 @@ class TwoStageTrainer(Trainer):
         for data in sets.values() if isinstance(sets, dict) else [sets]:
             check(data, last, args.eval_batch_size, "evaluation")
         self.data_collator = teachers.trained(own, self.train_dataset)
-        self.labelled, self.stops = LabelledSteps(), Stops(accelerator)
+        self.stops = Stops(accelerator)
         self.meter = Meter(partial(add_up, accelerator), partial(largest, accelerator))
         self.saver = Saver(args, accelerator, self.stops)
         watched = accelerator, self.stops, self.saver
@@ -236,6 +235,7 @@ class TwoStageTrainer(Trainer):
             Terminated: SIGTERM or SIGUSR1 ended the run.
         """
         checkpoint = self.saver.chosen(resume_from_checkpoint)
+        self.meter.reset()
         self.fit_to(checkpoint)
         message, growths = f"stopped; to resume: {self.saver.hint}", self.growths
         # An exception of a signal may skip the end of a `torch.no_grad`. A signal during a growth
@@ -309,7 +309,7 @@ class TwoStageTrainer(Trainer):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.shards.end_step(self.model, is_last=is_last)
         self.steps.add(loss)
-        self.labelled.add(loss)
+        self.meter.add_loss(loss)
         return loss
 
     def compute_loss(
@@ -345,9 +345,6 @@ class TwoStageTrainer(Trainer):
         if step >= self.state.max_steps:
             # there are no steps left to write behind
             self.saver.wait(step)
-        if self._globalstep_last_logged == step:
-            # Trainer subtracts the sum from itself, which leaves NaN in all later lines
-            self._tr_loss.zero_()
         if self.stops.number:
             self.is_in_train = False
             self.control = self.callback_handler.on_train_end(self.args, self.state, control)
@@ -363,7 +360,7 @@ class TwoStageTrainer(Trainer):
         self.batches.prepare(batches, self.train_dataset, self._train_batch_size)
         items = self._get_num_items_in_batch(batches, device)
         self.batches.look_for_labels(batches, items, self.state)
-        self.labelled.begin(items)
+        self.meter.count_step(items)
         self.objective.count(batches, device, self.accelerator)
         return batches, items
 
@@ -383,6 +380,7 @@ class TwoStageTrainer(Trainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not self.steps.is_taken(norm, self.state.global_step + 1):
+            self.meter.skipped += 1
             # parameters without a gradient stay as they are, and so does their optimizer state
             self.optimizer.zero_grad(set_to_none=True)
         elif self.args.process_index == 0:
@@ -437,10 +435,16 @@ class TwoStageTrainer(Trainer):
         self.shards.save_optimizer(*parts, Path(output_dir), is_first=self.args.should_save)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Trainer's, which makes the directory in each process; and the place in a stream."""
+        """Trainer's, which makes the directory in each process; a stream's place, and the log's."""
         super()._save_rng_state(output_dir)
+        self.meter.save(Path(output_dir), self.saver.gather, is_first=self.args.should_save)
         if self.batches.stream is not None:
             self.batches.stream.save(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Trainer's, and the log line that the checkpoint interrupts."""
+        super()._load_rng_state(checkpoint)
+        self.meter.load(Path(str(checkpoint)), self.args.process_index, self.args.world_size)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Trainer's; a sharded model reads its part, and a generator a directory of its own."""
@@ -490,11 +494,7 @@ class TwoStageTrainer(Trainer):
             is_half = self.args.bf16 or self.args.fp16 or self.model.dtype in HALF
             logs.update(self.meter.drain(logs["flops"], peak if is_half else 0.0, memory))
             logs.update(self.growths.event(self.state.log_history))
-            # of steps without a label the meter knows nothing, and Trainer counts them
-            logs["loss"] = self.labelled.corrected(logs["loss"], self.accelerator)
             logs["parameters"] = sum(p.numel() for p in self.model.parameters())
-            if self.steps.skipped:
-                logs["skipped_steps"] = self.steps.skipped
         # a mean since the last start alone, and NaN after a step that was skipped
         logs.pop("train_loss", None)
         if not (self.growths.ends_here and "train_runtime" in logs):

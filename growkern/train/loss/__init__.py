@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from growkern.train.loss.batch_rows import (as_known, count_kl_rows, DECODER_MASK,
         document_starts, examples_of, LossRows, real_rows, real_tokens, ROW_COUNTS, RowCounts,
         take_rows, TAUGHT_BY, taught_rows, TEACHER_IDS, teacher_rows)
-    from growkern.train.loss.batches import (are_sent, Batches, LabelledSteps, stream_loader,
+    from growkern.train.loss.batches import (are_sent, Batches, stream_loader,
         unchanged_random_state)
     from growkern.train.loss.inheritance import (check_own_tokenizer, check_padding,
         check_same_objective, check_tokenizers, Teachers, TeachersOfSources, tokenizer_fingerprint)

@@ -226,49 +226,6 @@ class Batches:
             )
 
 
-class LabelledSteps:
-    """Corrects the mean loss of a log line, which is over the steps with a label alone."""
-
-    def __init__(self) -> None:
-        # since the last log line: all steps, those without a single label, the loss of the latter
-        self._steps = 0
-        self._empty: Tensor | int = 0
-        self._is_empty: Tensor | bool = False  # of this step
-        self._loss: Tensor | float = 0.0
-
-    def begin(self, items: Any) -> None:
-        """Count a step that has so many labels in all processes; None counts nothing."""
-        self._steps += items is not None
-        self._is_empty = False if items is None else items == 0
-        if isinstance(self._is_empty, Tensor) and self._is_empty.is_cpu:
-            # no small operations on the loss then
-            self._is_empty = bool(self._is_empty)
-        self._empty = self._empty + self._is_empty
-
-    def add(self, loss: Tensor) -> None:
-        """Add the loss of a batch of the step that has begun."""
-        if self._is_empty is not False:
-            is_empty = torch.as_tensor(self._is_empty, device=loss.device)
-            self._loss = self._loss + torch.where(is_empty, loss, 0.0)
-
-    def corrected(self, loss: float, accelerator: Any) -> float:
-        """The mean over the steps with a label since the last call; NaN if there is none.
-
-        The given loss is the mean over all steps. Steps without a label have a loss of 0, or that
-        of the teacher alone.
-        """
-        empty, steps, rest = int(self._empty), self._steps, self._loss
-        self._steps, self._empty, self._loss = 0, 0, 0.0
-        if not empty:
-            return loss
-        if steps == empty:
-            return math.nan
-        if accelerator.num_processes > 1:
-            mine = torch.as_tensor(rest, dtype=torch.float32, device=accelerator.device)
-            rest = accelerator.reduce(mine, "mean")
-        return (loss * steps - float(rest)) / (steps - empty)
-
-
 @contextlib.contextmanager
 def unchanged_random_state() -> Iterator[None]:
     """While active, random numbers may be drawn; afterwards the generators are as before."""

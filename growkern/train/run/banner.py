@@ -147,6 +147,6 @@ def end(output: Path, trainer: TwoStageTrainer, after: str) -> dict[str, str]:
         "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
         "next": after,
     }
-    if trainer.steps.skipped:
-        lines["skipped"] = f"{counted(trainer.steps.skipped, 'step')}, not finite"
+    if trainer.meter.skipped:
+        lines["skipped"] = f"{counted(trainer.meter.skipped, 'step')}, not finite"
     return lines

@@ -50,7 +50,6 @@ class StepWatch:
     ) -> None:
         self._on_nonfinite, self._save_minutes = on_nonfinite, save_minutes
         self._accelerator, self._stops, self._saver = accelerator, stops, saver
-        self.skipped = 0
         self.start()
 
     def start(self) -> None:
@@ -82,7 +81,6 @@ class StepWatch:
                 fault += f" and {MOST_SKIPPED_IN_A_ROW} steps before it were skipped"
                 fix = "lower learning_rate"
             raise GrowthError(f"step {step}: {fault}; {self._saver.last(step - 1)}; {fix}")
-        self.skipped += 1
         return False
 
     def take_report(self) -> bool:
@@ -96,7 +94,7 @@ class StepWatch:
     def choose_work(self, control: Any, state: Any, args: TrainingArguments) -> None:
         """Let Trainer save before a stop, when the clock says so, and log the end of a run."""
         if self._stops.number:
-            control.should_log = control.should_save = True
+            control.should_save = True
             # an evaluation may take longer than the system waits before it kills
             control.should_evaluate = False
         elif self._is_due:

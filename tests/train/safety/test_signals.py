@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from growkern import GrowthError, run as train
 from growkern.train.loop import growing
@@ -71,13 +71,19 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, straight, numb
     assert [line["step"] for line in again.state.log_history if "loss" in line] == [*range(1, 9)]
 
 
-def test_the_loss_before_a_stop_is_logged(tmp_path):
-    args = {"logging_steps": 100}
-    trainer = small_trainer(tmp_path, callbacks=[At(4, send(signal.SIGTERM))], args=args)
-    with pytest.raises(Terminated):
-        trainer.train()
-    saved = TrainerState.load_from_json(str(tmp_path / "checkpoint-5" / "trainer_state.json"))
-    assert [line["step"] for line in saved.log_history if "loss" in line] == [5]
+def test_a_stop_changes_no_line_of_the_log(tmp_path):
+    """Means go on over the stop, in the same trainer and in another one."""
+    logged, stop = [], At(4, send(signal.SIGTERM))
+    for name, callbacks in (("straight", None), ("same", [stop]), ("other", [stop])):
+        how = {"args": {"logging_steps": 4}}
+        trainer = small_trainer(tmp_path / name, callbacks=callbacks, **how)
+        if callbacks:
+            with pytest.raises(Terminated):
+                trainer.train()
+            trainer = trainer if name == "same" else small_trainer(tmp_path / name, **how)
+        trainer.train(resume_from_checkpoint=bool(callbacks))
+        logged.append([(x["step"], x["loss"], x["mlm"]) for x in trainer.state.log_history[:2]])
+    assert logged[0] == logged[1] == logged[2] and [x[0] for x in logged[0]] == [4, 8]
 
 
 def test_a_second_sigterm_does_not_disturb_the_save(tmp_path, straight):
