@@ -103,8 +103,6 @@ def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     if file.stem not in FIRST:
         with warnings.catch_warnings():
             warnings.simplefilter("error", GrowthWarning)
-            # a run file cannot set the switch of that loss in a mixture that its growth makes
-            warnings.filterwarnings("ignore", "the experts train without a balance", GrowthWarning)
             assert train(place / file.name, progress=False).global_step == 40
     folder = place / "runs" / ("small" if file.stem == "source" else file.stem)
     folders = sorted(folder.glob("generation-*")) or [folder]

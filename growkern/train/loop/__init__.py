@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from growkern.train.loop.callbacks import ExpertBalancing
     from growkern.train.loop.checks import Beginning, check_switches, steps_per_epoch
     from growkern.train.loop.display import last_losses
-    from growkern.train.loop.growing import grown_model, later_plans, on_meta, unfilled_model
+    from growkern.train.loop.growing import (grown_model, later_plans, on_meta, plan_in_run,
+        unfilled_model)
     from growkern.train.loop.trainer import trainer_of_run, TwoStageTrainer
 # fmt: on
 

@@ -34,7 +34,7 @@ from growkern.growth.disk import complete_config
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
 from growkern.growth.optimizer import grow_optimizer_into
-from growkern.growth.options import DEFAULT_DEPTH
+from growkern.growth.options import DEFAULT_DEPTH, GrowthOptions
 from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
 from growkern.growth.record import growth_plan_of, keep_lineage, misfit
 from growkern.growth.sharded import check_into, device_of, fill, free_gathered, named_tensors
@@ -162,9 +162,19 @@ def _without_values(
     return Source(small, dtypes, read, history=history)
 
 
+def plan_in_run(
+    source: Source, how: GrowthOptions, sizes: dict[str, Any], dtype: torch.dtype
+) -> GrowthPlan:
+    """The plan of a growth, without findings. A mixture that it makes trains its balance loss."""
+    made = plan_growth(source, how, dict(sizes), dtype=dtype, judged=False)
+    if made.options.to and hasattr(made.target_config, "router_aux_loss_coef"):
+        made.target_config.output_router_logits = True
+    return made
+
+
 def _planned(source: Source, growth: GrowthStep, dtype: torch.dtype) -> GrowthPlan:
     """The plan of a growth, without findings."""
-    made = plan_growth(source, growth.how, dict(growth.sizes), dtype=dtype, judged=False)
+    made = plan_in_run(source, growth.how, growth.sizes, dtype)
     if not uses(made)["depth"][0]:
         # nobody chose the depth that growths in a run have
         made = replace(made, options=replace(made.options, depth=DEFAULT_DEPTH))

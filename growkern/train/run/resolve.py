@@ -25,7 +25,7 @@ from growkern.errors import GrowthError, reason, warn
 from growkern.files import PARTIAL, check_format, read_json, write_whole
 from growkern.growth.history import History
 from growkern.growth.options import ROUTERS
-from growkern.growth.plan import GrowthPlan, plan_growth, refuse_idle_options
+from growkern.growth.plan import GrowthPlan, refuse_idle_options
 from growkern.growth.source import (
     Source,
     Stamps,
@@ -46,6 +46,7 @@ from growkern.train.loop import (
     ExpertBalancing,
     later_plans,
     on_meta,
+    plan_in_run,
 )
 from growkern.train.loss import check_tokenizers
 from growkern.train.model import check_directory, check_fits, has_tokenizer, load_tokenizer
@@ -583,7 +584,7 @@ def plans_of(
     small, history = source.spec, source.history
     if first is not None:
         how = first.inside(base).how
-        planned = plan_growth(source, how, first.sizes, dtype=dtype, judged=False)
+        planned = plan_in_run(source, how, first.sizes, dtype)
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)
     growths = [growth.inside(base) for growth in run.later_growths]
