@@ -252,6 +252,7 @@ BLOCKS = {
     "grow-process": tables.grow_process,
     "carry": tables.carry,
     "drafts": tables.drafts,
+    "random-growths": tables.random_growths,
     "outside": tables.outside,
     "gpu": gpu_table,
     "early": tables.early,

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 
 from growkern.families import Family, inner, load_family, supported_families
 from testbed.families import FAMILIES
 from testbed.growths import bound_entries
 from testbed.relatives import RELATIVES, with_sizes
+from testbed.second import CASES, sized
 
 # model type -> class, sizes
 SOURCES: dict[str, Any] = {**FAMILIES, **RELATIVES}
@@ -89,6 +91,7 @@ class Case:
         std: standard deviation of the source's weights.
         generation: settings of the source's generation_config.
         by_config: True: the target is given as `target_config` instead of its sizes.
+        second: True: its files have layers that predict a second token.
     """
 
     class_name: str
@@ -99,6 +102,12 @@ class Case:
     dtype: torch.dtype = torch.float64
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)
     by_config: bool = False
+    second: bool = False
+
+    @property
+    def family(self) -> str:
+        """The model type of its class."""
+        return str(getattr(transformers, self.class_name).config_class.model_type)
 
 
 def draw(seed: int, number: int) -> Case:
@@ -106,8 +115,9 @@ def draw(seed: int, number: int) -> Case:
     rng = random.Random(f"{seed} {number}")
     model_type = rng.choice(supported_families())
     family = load_family(model_type)
-    class_name = rng.choice(sorted(family.classes))
-    own = _source_sizes(rng, family)
+    own, class_name = _source_sizes(rng, family), rng.choice(sorted(family.classes))
+    if second := model_type in CASES and rng.random() < 0.4:
+        class_name = SOURCES[model_type][0]
     given = inner(SOURCES[model_type][1], family.under)
     repeats = family.classes[class_name].repeats.items()
     for field, key in (pair for pair in repeats if pair[1] in family.config):
@@ -117,7 +127,8 @@ def draw(seed: int, number: int) -> Case:
         elif repeated is None and field in given:
             own[field] = family.config[key].of(SimpleNamespace(**{**given, **own}))
     ties = {TIED: own.pop(TIED)} if TIED in own else {}
-    sizes = with_sizes(family, SOURCES[model_type][1], own) | ties
+    sizes = with_sizes(family, SOURCES[model_type][1], own | _layers(rng, family)) | ties
+    sizes = sized(model_type, own)[1] if second else sizes
     how = _growth(rng, family.of_class(class_name), inner(sizes, family.under))
     return Case(
         class_name,
@@ -125,9 +136,10 @@ def draw(seed: int, number: int) -> Case:
         how,
         on_disk=rng.random() < 0.25,
         std=rng.choice([0.02, 0.1, 0.3, 0.3, 1.0]),
-        dtype=rng.choice(SOURCE_DTYPES),
+        dtype=torch.float64 if second else rng.choice(SOURCE_DTYPES),
         generation=_some(rng, GENERATION, 0.2),
         by_config=rng.random() < 0.2,
+        second=second,
     )
 
 
@@ -169,12 +181,18 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
             sizes[below] = rng.choice([1, 2, sizes[above]])
         else:
             sizes[above] = sizes[below] * rng.randint(1, 3)
+    if "emb" in family.config:
+        sizes["embedding_size"] = rng.choice([hidden, 2 * hidden, 7])
+    return sizes | _some(rng, ODD, 0.4)
+
+
+def _layers(rng: random.Random, family: Family) -> dict[str, Any]:
+    """Depths, and the kinds of layers."""
+    sizes: dict[str, Any] = {}
     for key in family.stacks.values():
         # deep models enlarge rounding; they are few, as they take long
         most = 8 if rng.random() < 0.1 else 3
         sizes[family.config_field(key)] = rng.randint(1, most)
-    if "emb" in family.config:
-        sizes["embedding_size"] = rng.choice([hidden, 2 * hidden, 7])
     layers = range(sizes[family.config_field(next(iter(family.stacks.values())))])
     spelled = {key.of: key.field for key in family.older if key.form == "runs"}
     for name in (name for name in family.per_layer if name in LISTS):
@@ -187,7 +205,7 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
             n for n in range(len(kinds)) if {*LISTS["layer_types"]} <= {*kinds[: len(kinds) - n]}
         ]
         sizes[name] = rng.choice(fit or [0])
-    return sizes | _some(rng, ODD, 0.4)
+    return sizes
 
 
 def _entries(family: Family, name: str) -> list[Any]:

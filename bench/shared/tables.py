@@ -124,6 +124,16 @@ def carry(results: Path) -> str:
     return table(["hidden size of a random BERT encoder", "`carry`", "error of the outputs"], lines)
 
 
+def random_growths(results: Path) -> str:
+    """How the random growths of `bench.fuzz_exactness` ended, of all families together."""
+    rows, total = rows_of(results, "fuzz_exactness"), Counter[str]()
+    for row in rows:
+        total.update({word: n for word, n in row.items() if word != "family"})
+    grown = (total[word] for word in ("exact", "approximate", "changed", "FAILED"))
+    heads = ["families", "exact", "approximate", "changed, as the plan said", "not as it said"]
+    return table(heads, [[f"{len(rows)}", *map(str, grown)]] if rows else [])
+
+
 def drafts(results: Path) -> str:
     """How many model types of transformers `growkern family draft` drafts exactly, by itself."""
     rows, lines = rows_of(results, "drafts"), []
