@@ -91,7 +91,9 @@ def _planned(source: Any, how: dict[str, Any]) -> tuple[dict[str, Any], GrowthPl
         except growkern.GrowthError as error:
             advised = _advised(str(error), how)
             both = all("sizes that fit" in words for words in (refused, str(error)))
-            # of two sizes that have nothing to do with each other, both may be wrong
+            # of two sizes that have nothing to do with each other, both may be wrong, and a size
+            # that suits the heads may be that of the embeddings
+            both = both and "would be lost" not in str(error)
             assert not both or (advised and _changed(how, advised).isdisjoint(changed)), (
                 f"{refused}; then {error}"
             )
@@ -201,7 +203,9 @@ def _resized(config: Any, plan: GrowthPlan) -> Any:
     text = plan.small.family.text(resized)
     for name, (_, size) in plan.size_changes().items():
         setattr(text, name, size)
-    for field in (entry.count_of for entry in plan.small.family.config.values()):
+    family = plan.small.family
+    # a layer that is dense in the source stays so
+    for field in (*family.sparse_fields, *(entry.count_of for entry in family.config.values())):
         if field is not None:
             setattr(text, field, getattr(plan.large.text, field))
     return resized

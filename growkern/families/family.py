@@ -280,6 +280,12 @@ class Family:
         return any(row.extra == "carry" for rows in self.tensors.values() for row in rows)
 
     @property
+    def carriers(self) -> set[str]:
+        """The units that pass the mean through the FFN: their matrix names the norm behind them."""
+        rows = (row for rows in self.tensors.values() for row in rows if row.into)
+        return {axis.removeprefix("write:") for row in rows for axis in row.axes[:1]}
+
+    @property
     def computes(self) -> bool:
         """True where checkpoints hold tensors that follow from the config."""
         return any(row.computed for rows in self.tensors.values() for row in rows)

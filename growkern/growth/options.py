@@ -405,7 +405,7 @@ def refuse_heads(family: Family, heads: str, old: Sequence[Any], new: Sequence[A
     """Refuse given heads that do not divide the stream, or into less than the source's do.
 
     For models that compute head_dim as stream / heads. `old` and `new` have these two numbers, and
-    `new` the given heads of other stacks behind them.
+    `new` what else divides the stream: heads that were given of other stacks, or their head_dim.
     """
     least, (stream, count, *others) = old[0] // old[1], new
     if stream % count == 0 and stream // count >= least:
@@ -451,9 +451,12 @@ def refuse_by_config(
             family.refuse_groups(key, heads, keys)
     # a size by another name may be one of the two
     is_known = family.forces_head_dim and not OTHER_NAMES & dims.keys() - allowed.keys()
-    given = [dims[x] for x in map(family.config_field, family.query_heads) if x in dims]
-    for heads in family.query_heads if is_known else ():
-        names = [family.config_field(key) for key in ("stream", heads)]
-        old, new = ([sizes.get(x) for x in names] for sizes in (values, {**values, **dims}))
-        if names[1] in dims and all(type(x) is int and x > 0 for x in old):
-            refuse_heads(family, heads, old, [*new, *given])
+    fields = [family.config_field(key) for key in ("stream", *family.query_heads)]
+    old = [values.get(field) for field in fields]
+    if is_known and all(type(x) is int and x > 0 for x in old):
+        stream, *counts = ({**values, **dims}[field] for field in fields)
+        # of heads that are not given head_dim stays
+        others = [n if x in dims else old[0] // n for x, n in zip(fields[1:], counts, strict=True)]
+        for heads, before, count in zip(family.query_heads, old[1:], counts, strict=True):
+            if family.config_field(heads) in dims:
+                refuse_heads(family, heads, (old[0], before), (stream, count, *others))

@@ -96,6 +96,14 @@ def test_the_error_of_norms_is_that_of_the_padded_text():
     assert check(case) == "approximate"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_head_with_an_ffn_of_its_own_adds_the_mean_once(dtype):
+    how = {"hidden_size": 24, "stream": "padded", "carry": 0.01, "dtype": dtype}
+    sizes = {**BERT, "layer_norm_eps": 1e-2}
+    case = Case("BigBirdForQuestionAnswering", sizes, how, on_disk=False)
+    assert check(case) == ("approximate" if dtype == torch.float64 else "changed")
+
+
 # source and target dtypes; sums, scaled copies, and constants that the model rounds
 WIDER = [
     Case("GPT2LMHeadModel", GPT2, {"n_embd": 20, "n_head": 5, "dtype": torch.float32}, False),

@@ -225,6 +225,8 @@ def _width(plan: Blueprint) -> Iterator[Finding]:
     elif bounds.carries_exactly(plan):
         why = "extra coordinates carry the mean, exactly as all weights of a norm are equal"
         yield Finding("exact", what, why)
+    elif plan.options.carry < 1 and plan.dtype.itemsize < 4:
+        yield _asked(what, f"carry={plan.options.carry:g} enlarges rounding of the carried mean")
     else:
         why = "extra coordinates carry the mean, and norms are slightly off, "
         why += f"carry={plan.options.carry:g}"

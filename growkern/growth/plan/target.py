@@ -436,8 +436,10 @@ def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[
             f"{stream_field}={stream} is not a multiple of {heads_field}={count}, which never grows"
         )
     if heads in asked:
-        before, others = (small.size("stream"), small.size(heads)), {*family.query_heads} & {*asked}
-        refuse_heads(family, heads, before, (stream, count, *map(large.size, others)))
+        # of heads that were not given head_dim stays
+        before, all_heads = (small.size("stream"), small.size(heads)), family.query_heads
+        others = (large.size(x) if x in asked else small.head_dim(x) for x in all_heads)
+        refuse_heads(family, heads, before, (stream, count, *others))
     wider = f"; or give {heads_field}={count} for a head_dim of {new}"
     raise UnfitError(
         f"{stream_field}={stream} with {heads_field}={count}: {family.model_type} needs "

@@ -333,7 +333,7 @@ class Layout:
             index = self.space("stream").read_index
         else:
             index = self._index(spec, layer, source, target)
-        if spec.size == self.family.ffn and self.has_carry_units:
+        if self.has_carry_units and spec.name in self.family.carriers:
             return with_carry_units(self._copies(spec, layer, index[:-CARRY_UNITS], source))
         return self._copies(spec, layer, index, source)
 
