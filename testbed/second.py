@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from growkern.families.table_files import load_family
+from growkern.families import load_family
 from testbed.families import FAMILIES
 from testbed.models import Float64Everywhere, eager, random_model
 from testbed.relatives import RELATIVES, with_sizes
