@@ -157,13 +157,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 # further families that some of the other software reads, with the sizes of their tests
 FURTHER = (
-    *("afmoe", "cohere", "deepseek_v2", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "falcon_h1"),
-    *("gemma", "gemma4", "gemma4_text", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode"),
-    *("granitemoehybrid", "helium", "hunyuan_v1_dense", "kimi_k25", "lfm2", "lfm2_moe", "llama4"),
-    *("llama4_text", "mamba2", "mbart", "mellum", "mimo_v2_flash", "minimax_m2", "ministral3"),
-    *("mistral4", "nanochat", "nemotron", "nemotron_h", "olmo3", "phi", "qwen3_5", "qwen3_5_moe"),
-    *("qwen3_next", "qwen3_vl", "qwen3_vl_moe", "roberta", "seed_oss", "smollm3", "solar_open"),
-    *("stablelm", "starcoder2"),
+    *("afmoe", "bamba", "bloom", "cohere", "cohere2_moe", "deepseek_v2", "deepseek_v32"),
+    *("ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma4", "gemma4_text"),
+    *("glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "granitemoehybrid", "helium"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jais2", "kimi_k25", "lfm2", "lfm2_moe"),
+    *("llama4", "llama4_text", "mamba2", "mbart", "mellum", "mimo_v2_flash", "minimax_m2"),
+    *("ministral3", "mistral4", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo3", "phi"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "roberta", "seed_oss"),
+    *("smollm3", "solar_open", "stablelm", "starcoder2"),
 )
 # how many times each size of the source
 GROWTHS: dict[str, dict[str, float]] = {
