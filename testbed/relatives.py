@@ -693,9 +693,9 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Lfm2ForCausalLM",
         {
             **{**ROTARY, "layer_types": ["full_attention", "conv", "conv"], "conv_L_cache": 3},
-            **{"num_hidden_layers": 3, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-2},
+            **{"num_hidden_layers": 3, "block_multiple_of": 5, "norm_eps": 1e-2},
         },
-        {"conv_bias": True},
+        {"conv_bias": True, "block_auto_adjust_ff_dim": False},
     ),
     "lfm2_moe": (
         "Lfm2MoeForCausalLM",

@@ -233,17 +233,14 @@ class Family:
         return None
 
     def conditional(self, *words: str) -> dict[str, str]:
-        """The config fields that decide the kinds of layers -> the word of their condition.
-
-        Those of conditions with one of these words.
-        """
-        conditions = [condition_of(text) for texts in self.kinds.values() for text in texts]
-        return {field: used for _, used, field, _ in conditions if used in words}
+        """The config fields that decide kinds of layers by one of these words -> the word."""
+        texts = (text for of_kind in self.kinds.values() for text in of_kind)
+        return {field: used for _, used, field, _ in map(condition_of, texts) if used in words}
 
     @property
     def sparse_fields(self) -> dict[str, str]:
         """The config fields that decide which layers are mixtures -> the words of conditions."""
-        conditions = [condition_of(text) for text in self.kinds.get("sparse", ())]
+        conditions = map(condition_of, self.kinds.get("sparse", ()))
         return {field: word for _, word, field, _ in conditions}
 
     @property

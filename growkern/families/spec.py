@@ -249,9 +249,14 @@ class Size:
     follows: str | None = None
     fixed: bool = False
     count_of: str | None = None
+    narrowed: tuple[str, ...] = ()
 
     def of(self, config: Any) -> int:
         """The size, read from a Hugging Face config; it needs a value, or the family a default."""
+        if self.narrowed and value_of(config, self.narrowed[0], False):
+            times, multiple = (value_of(config, name) for name in self.narrowed[1:])
+            wide = int(times * int(2 * value_of(config, str(self.field)) / 3))
+            return int(-(-wide // multiple) * multiple)
         value = value_of(config, self.field, None) if self.field else self.number or None
         if isinstance(value, list):
             value = self._of_layers(value)
@@ -271,6 +276,8 @@ class Size:
         """Set the size in the config that has its field."""
         if self.count_of is None:
             setattr(config, str(self.field or self.default), size - self.plus)
+            for flag in self.narrowed[:1]:
+                setattr(config, flag, False)
         else:
             # layers of any kind, until it is known which ones they copy
             setattr(config, self.count_of, (size * getattr(config, self.count_of))[-size:])

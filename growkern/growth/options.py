@@ -442,9 +442,10 @@ def refuse_by_config(
         raise GrowthError(no_effect(options, "carry", IS_FOR.format(PADDED)))
     allowed, values = growable_fields(family), {} if options.to else inner(config, family.under)
     free = OTHER_NAMES.union(family.sparse_fields, [family.dense and family.dense.renormalised])
+    plain = {size.field for size in family.config.values() if not size.narrowed}
     for name in dims.keys() & allowed.keys() | dims.keys() - free:
         size, old = asked_size(family, allowed, name, dims[name]), values.get(name)
-        refuse_smaller(name, old if type(old) is int else 0, size)
+        refuse_smaller(name, old if type(old) is int and name in plain else 0, size)
     for key in family.key_heads:
         heads, keys = (dims.get(family.config_field(x)) for x in ("q_heads", key))
         if heads is not None and keys is not None:

@@ -31,3 +31,6 @@ def test_other_names_of_sizes_are_left_to_the_config():
         aliases = getattr(text, "attribute_map", {}).items()
         sizes = {name: 8 for name, field in aliases if field in growable_fields(family)}
         refuse_by_config({"model_type": kind}, GrowthOptions(), sizes)
+    # of LFM2, a config may say more than there are
+    wide = {"model_type": "lfm2", "intermediate_size": 12288}
+    refuse_by_config(wide, GrowthOptions(), {"intermediate_size": 9000})

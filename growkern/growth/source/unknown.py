@@ -25,10 +25,7 @@ OBSTACLES = (
     ("state-space layers (Mamba)", r"(mixer|mamba)\.A_log|^(mamba|ssm|time_step)_"),
     ("state-space layers of the first version (Mamba 1)", r"(mixer|mamba)\.x_proj"),
     ("layers of gated delta attention", r"(gate|attn)\.A_log|^linear_(attn|num)_"),
-    (
-        "an indexer that chooses which tokens a layer attends to",
-        r"indexer\.|^(index|sparse_att\w+)_",
-    ),
+    ("an indexer that chooses the tokens to attend to", r"indexer\.|^(index|sparse_att\w+)_"),
     ("keys and values compressed over several tokens", r"compressor\.|^compress_"),
     ("several residual streams (hyper-connections)", r"_hc\.|^hc_"),
     ("experts chosen by a token's number", "tid2eid|^num_hash_layers"),
@@ -46,7 +43,7 @@ FEW_LAYERS = 8
 # keys of every config, and of code on the Hub
 GENERAL = ("auto_map", "torch_dtype", "_name_or_path", "quantization_config", "use_cache")
 # keys of the config of the text, where a config has several
-TEXT = ("text_config", "llm_config", "language_config")
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:
@@ -66,7 +63,7 @@ def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tu
     text = _text(config)
     kind = known_type(text)
     if kind in supported_families() and text is not config:
-        parts = (key for key in sorted(config) if key.endswith("_config") and key not in TEXT)
+        parts = (k for k in sorted(config) if k.endswith("_config") and k not in (*TEXT, *GENERAL))
         others = " and ".join(parts) or "parts"
         return f"it has {others} beside its text; nearest: {kind} (its text_config)", kind
     of_class = _names_in_class(model_type, config) or _names_in_class(str(kind), text)
@@ -82,8 +79,7 @@ def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tu
         others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
         obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
     obstacles = obstacles or [f"a class of its own, which may compute something else than {likest}"]
-    clauses = [*(f"it has {what}" for what in obstacles), f"nearest: {likest} {share}"]
-    return "; ".join(clauses), likest
+    return "; ".join([*(f"it has {w}" for w in obstacles), f"nearest: {likest} {share}"]), likest
 
 
 def _has(part: str, names: Iterable[str]) -> bool:
@@ -109,7 +105,7 @@ def _way(model_type: str, data: Mapping[str, Any], place: str, nearest: str) -> 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config's JSON that is of its text."""
-    parts = (config[key] for key in TEXT if isinstance(config.get(key), Mapping))
+    parts = (_text(config[key]) for key in TEXT if isinstance(config.get(key), Mapping))
     return next(parts, config)
 
 
@@ -122,13 +118,10 @@ def _compared(names: set[str], keys: Mapping[str, Any], ending: str) -> tuple[li
     same = [k for k in tied if any(name.endswith(ending) for name in load_family(k).classes)]
     likest = max(same or tied, key=lambda kind: most / len(known[kind]) + _alike(keys, kind))
     if most:
-        return (
-            sorted(names - known[likest]),
-            likest,
-            f"({most / len(names):.0%} of its tensor names)",
-        )
-    older = {old.field for old in load_family(likest).older}
-    lacks = keys.keys() - _fields_of(likest).keys() - older
+        share = f"({most / len(names):.0%} of its tensor names)"
+        return sorted(names - known[likest]), likest, share
+    own = {*_fields_of(likest), *(old.field for old in load_family(likest).older)}
+    lacks = {key for key in keys if key not in own and "_token_i" not in key}
     used = [key for key in sorted(lacks) if keys[key] not in (None, False, 0, "", [])]
     return used, likest, f"({1 - len(lacks) / max(len(keys), 1):.0%} of its config's keys)"
 
@@ -137,8 +130,8 @@ def _alike(keys: Mapping[str, Any], kind: str) -> float:
     """How many keys of a config a family has, and how many with this value, of all of both."""
     own = _fields_of(kind)
     both = keys.keys() & own.keys()
-    equal = sum(keys[key] == own[key] for key in both)
-    return (len(both) + equal) / max(len(keys.keys() | own.keys()), 1)
+    agreed = len(both) + sum(keys[key] == own[key] for key in both)
+    return agreed / max(len(keys.keys() | own.keys()), 1)
 
 
 @cache

@@ -25,7 +25,7 @@ NAS = {
 }
 HYBRID = {"hidden_size": 8, "num_attention_heads": 2, "mamba_d_state": 16}
 QWEN = transformers.Qwen3Config().to_dict() | {"rope_scaling": None}
-WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}}
+WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {}, "quantization_config": {}}
 
 OTHERS = sorted({*transformers.CONFIG_MAPPING} - {*supported_families()})
 LEADS_ON = r"it has [^;\n]+; nearest: \w[^;\n]* \([^;\n]+; growkern[. ][^\n]*$"
@@ -57,6 +57,7 @@ LEADS_ON = r"it has [^;\n]+; nearest: \w[^;\n]* \([^;\n]+; growkern[. ][^\n]*$"
         ("minimax", {}, r"it has self_attn\.diagonal_decay and \d+ others, which mixtral"),
         # no class for text: by its config's keys
         ("vitpose_backbone", {}, r"it has experts; nearest: \w+ \(.*of its config's keys\); growk"),
+        ("qwen3_omni_moe", {"thinker_config": {"text_config": QWEN}}, "nearest: qwen3 .its text"),
         # no class: by the keys of the file
         ("nobody", HYBRID, r"it has state-space layers \(Mamba\); .*nearest: .* growkern.widen"),
         # as nemotron-nas: a decoder, whose config has most keys of an encoder
