@@ -372,8 +372,7 @@ def convert(value: Any, kind: Any, file: str, key: str, described: str = "") -> 
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         return to_dataclass(kind, value, file, key)
     if origin is Literal and isinstance(value, str):
-        if value not in options:
-            raise GrowthError(f"{file}: {key} is {reprlib.repr(value)}{nearest(value, options)}")
+        # the dataclass checks it
         return value
     if origin is tuple and isinstance(value, list):
         return tuple(convert(item, options[0], file, f"{key}[{i}]") for i, item in enumerate(value))

@@ -58,7 +58,8 @@ def verify(
         compare_checksums(source, target, revision, as_json)
         return
     if target is None:
-        raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
+        again = f"growkern verify SRC {source}` if it was grown from SRC, or `growkern verify"
+        raise GrowthError(f"no DST: `{again} {source} --checksums` for its files alone")
     for path in (source, target):
         checkpoint_there(path)
     # of two that were exchanged, `verify` tells

@@ -31,6 +31,14 @@ def test_a_bar_is_for_a_terminal_alone(tmp_path, capsys, monkeypatch):
     assert [line.split(", lr")[0] for line in shown] == [x.split(", lr")[0] for x in lines]
 
 
+def test_the_log_of_another_program_is_moved_aside(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n')
+    for _ in range(2):
+        small_trainer(tmp_path, args=SHORT).train()
+    assert (tmp_path / "log.old.jsonl").read_text() == '{"epoch": 1}\n'
+    assert '"step": 2' in (tmp_path / "log.jsonl").read_text()
+
+
 def test_a_silent_run_says_that_it_is_alive(tmp_path, capsys, monkeypatch):
     """Also during an evaluation. A run that logs often enough says nothing more."""
     args = {"logging_strategy": "no", "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3}

@@ -188,10 +188,11 @@ def _check_outputs(
         )
     if why.new:
         raise GrowthError(f"{why.sentence}. {why.new}, which is new, runs before it: it must add 0")
+    attends = any("att" in type(layer).__name__.lower() for layer in small.modules())
+    heads = "Attention grows by heads of the same size: change their number. Or " * attends
     raise GrowthError(
-        f"{why.sentence}. Attention grows by heads of the same size: change their number. Or "
-        "`fused`, `copies` and `skip` of growkern.widen say what it cannot see, such as two "
-        f"tensors that a layer reads side by side: {DOCS}/own_models.md"
+        f"{why.sentence}. {heads}`fused`, `copies` and `skip` of growkern.widen say what it cannot "
+        f"see, such as two tensors that a layer reads side by side: {DOCS}/own_models.md"
     )
 
 

@@ -6,6 +6,7 @@ trackers get all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -209,7 +210,13 @@ class LogFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with the lines of the checkpoint: those after it are logged again."""
         if state.is_world_process_zero:
-            self._file = Path(args.output_dir) / LOG_FILE
+            self._file = file = Path(args.output_dir) / LOG_FILE
+            with contextlib.suppress(OSError):
+                with file.open(encoding="utf-8", errors="replace") as lines:
+                    first = lines.readline()
+                if first and '"step":' not in first:
+                    # of another program
+                    file.rename(file.with_suffix(".old.jsonl"))
             self._write("w", state.log_history)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from growkern.files import check_format, read_json
 from growkern.ops.loss import LossParts
@@ -67,28 +68,19 @@ class Meter:
 
     def reset(self) -> None:
         """Begin a log line."""
-        self._sums: defaultdict[str, Any] = defaultdict(float)
-        self._weights: defaultdict[str, Any] = defaultdict(float)
-        # beside seconds the tokens that were trained on, and steps
-        self._times: defaultdict[str, Any] = defaultdict(float)
+        # the last: seconds, the tokens that were trained on, and steps
+        self._line: list[defaultdict[str, Any]] = [defaultdict(float) for _ in range(3)]
+        self._sums, self._weights, self._times = self._line
         self._labelled: Tensor | bool = True  # this step
         self._since = time.perf_counter()
         self.experts.reset()
 
     def save(self, directory: Path, gather: Callable[[Any], list[Any]], *, is_first: bool) -> None:
         """Write the numbers of the line so far; `gather` gives the objects of all processes."""
-        mine: dict[str, Any] = {
-            kind: {k: x.item() if isinstance(x, Tensor) else x for k, x in table.items()}
-            for kind, table in self._tables().items()
-        }
-        mine["experts"] = [counts_E.tolist() for _, counts_E in self.experts.layers]
-        record = {
-            "format": FORMAT,
-            "growkern": version(),
-            "flops": self.flops,
-            "skipped": self.skipped,
-            "processes": gather(mine),
-        }
+        mine = {"line": self._line, "experts": [counts_E for _, counts_E in self.experts.layers]}
+        mine |= {"flops": self.flops, "skipped": self.skipped}
+        found = gather(pytree.tree_map_only(Tensor, Tensor.tolist, mine))
+        record = {"format": FORMAT, "growkern": version(), "processes": found}
         if is_first:
             (directory / FILE).write_text(json.dumps(record), encoding="utf-8")
 
@@ -98,20 +90,19 @@ class Meter:
             return
         record = read_json(file, MOST_BYTES, "log line")
         check_format(file, record, FORMAT, ())
-        self.skipped, found = record["skipped"], record["processes"]
-        mine = found[process] if len(found) == processes else _mean(found)
-        if not mine["times"].get("steps"):
+        found = record["processes"]
+        mean = partial(pytree.tree_map, lambda *x: sum(x) / len(x))
+        mine = found[process] if len(found) == processes else mean(*found)
+        self.skipped = int(mine["skipped"])
+        if not mine["line"][2].get("steps"):
             # a line ended there. A model that has grown may have other experts
             return
-        self.flops = record["flops"]
-        for kind, table in self._tables().items():
-            for name, x in mine[kind].items():
+        self.flops = mine["flops"]
+        for table, saved in zip(self._line, mine["line"], strict=True):
+            for name, x in saved.items():
                 table[name] += x
         for (_, counts_E), tokens in zip(self.experts.layers, mine["experts"], strict=False):
             counts_E += torch.tensor(tokens).to(counts_E)
-
-    def _tables(self) -> dict[str, dict[str, Any]]:
-        return {"sums": self._sums, "weights": self._weights, "times": self._times}
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float = 1) -> None:
         """Add a value, itself the mean of `weight` rows or steps, to the mean of a name."""
@@ -198,15 +189,6 @@ class Meter:
         self.flops = flops
         self.reset()
         return logs
-
-
-def _mean(found: Sequence[Any]) -> Any:
-    """The mean of numbers, or of such tables or lists of them."""
-    if isinstance(found[0], dict):
-        return {name: _mean([x[name] for x in found]) for name in found[0]}
-    if isinstance(found[0], list):
-        return [_mean(x) for x in zip(*found, strict=True)]
-    return sum(found) / len(found)
 
 
 def memory_and_peak(device: torch.device) -> tuple[tuple[str, float], float]:

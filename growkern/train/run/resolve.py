@@ -288,6 +288,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     for section, after in new["run"].items():
         before = old["run"].get(section)
         if isinstance(before, dict) and isinstance(after, dict):
+            # sizes stand beside the other keys of a growth
+            before, after = ({**x, **x.get("sizes", {}), "sizes": 0} for x in (before, after))
             phrases += [
                 f"{section}.{name} {_short(before.get(name))} -> {_short(after.get(name))}"
                 for name in {**before, **after}

@@ -499,7 +499,7 @@ def test_a_generation_that_another_began_from_stays_as_it_is(workplace):
         ((6, 6), both),
         ((6, 4), both),
         ((4, 3), r"steps is 3, but .*generation-2.* has 4"),
-        ((4, 4, 24), r"generation-2 holds another run \(growth.sizes"),
+        ((4, 4, 24), r"generation-2 holds another run \(growth.hidden_size"),
     ):
         write(*settings)
         with pytest.raises(GrowthError, match=match):

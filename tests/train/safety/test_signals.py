@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM save a checkpoint, say one line, and end with their exit codes."""
 
+import contextlib
 import os
 import re
 import signal
@@ -72,18 +73,16 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, straight, numb
 
 
 def test_a_stop_changes_no_line_of_the_log(tmp_path):
-    """Means go on over the stop, in the same trainer and in another one."""
-    logged, stop = [], At(4, send(signal.SIGTERM))
-    for name, callbacks in (("straight", None), ("same", [stop]), ("other", [stop])):
-        how = {"args": {"logging_steps": 4}}
-        trainer = small_trainer(tmp_path / name, callbacks=callbacks, **how)
-        if callbacks:
-            with pytest.raises(Terminated):
-                trainer.train()
-            trainer = trainer if name == "same" else small_trainer(tmp_path / name, **how)
-        trainer.train(resume_from_checkpoint=bool(callbacks))
+    """The trainer that was stopped has not kept the means of its checkpoint too."""
+    logged, args = [], {"logging_steps": 4}
+    for stops in ([], [At(4, send(signal.SIGTERM))]):
+        trainer = small_trainer(tmp_path / str(len(stops)), callbacks=stops, args=args)
+        with pytest.raises(Terminated) if stops else contextlib.nullcontext():
+            trainer.train()
+        if stops:
+            trainer.train(resume_from_checkpoint=True)
         logged.append([(x["step"], x["loss"], x["mlm"]) for x in trainer.state.log_history[:2]])
-    assert logged[0] == logged[1] == logged[2] and [x[0] for x in logged[0]] == [4, 8]
+    assert logged[0] == logged[1] and [x[0] for x in logged[0]] == [4, 8]
 
 
 def test_a_second_sigterm_does_not_disturb_the_save(tmp_path, straight):
