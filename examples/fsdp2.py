@@ -38,7 +38,9 @@ def main() -> None:
     growkern.shard(large, SHARDED)  # or fully_shard calls of your own
     growkern.grow_into(large, source)
 
-    optimizer = torch.optim.AdamW(large.parameters(), lr=1e-2)
+    # with steps that fit the copies
+    plan = growkern.growth_plan_of(large)
+    optimizer = growkern.GrowthAdamW(large.named_parameters(), plan, lr=1e-2)
     stages = growkern.TwoStageConfig(layers_per_block=2, stage1_steps=10)
     schedule = growkern.InheritanceSchedule(alpha=0.5, end_step=20)
     ranks, losses = dist.get_world_size(), []
@@ -47,9 +49,11 @@ def main() -> None:
         rows = torch.randint(64, (16, 1)).tensor_split(ranks)[dist.get_rank()]
         tokens = ((rows + torch.arange(16)) % 64).to(small.device)
         batch = {"input_ids": tokens, "labels": tokens}
+        # 16 rows of 15 labels in all processes, and FSDP2 averages their gradients
+        options = {"alpha": schedule.alpha_at(step), "num_items": 16 * 15}
         with stages.sub_model(large, step):
-            loss = growkern.inherited_loss(large, small, batch, alpha=schedule.alpha_at(step))
-        loss.backward()
+            loss = growkern.inherited_loss(large, small, batch, **options)
+        (ranks * loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(growkern.inherited_loss(large, None, batch).item())

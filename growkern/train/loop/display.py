@@ -211,11 +211,12 @@ class LogFile(TrainerCallback):
         """Begin with the lines of the checkpoint: those after it are logged again."""
         if state.is_world_process_zero:
             self._file = file = Path(args.output_dir) / LOG_FILE
-            with contextlib.suppress(OSError):
-                with file.open(encoding="utf-8", errors="replace") as lines:
-                    first = lines.readline()
-                if first and '"step":' not in first:
-                    # of another program
+            with (
+                contextlib.suppress(OSError),
+                file.open(encoding="utf-8", errors="replace") as lines,
+            ):
+                # of another program
+                if '"step":' not in next(lines, '"step":'):
                     file.rename(file.with_suffix(".old.jsonl"))
             self._write("w", state.log_history)
 

@@ -122,24 +122,29 @@ class LossCall(NamedTuple):
     backend: str | None = None
 
 
-class RowKeywords(TypedDict, total=False):
-    """The options that all losses of tensors have."""
+class Keywords(TypedDict, total=False):
+    """The options that all losses have."""
 
     alpha: float | Tensor
     temperature: float
     divergence: Divergence
     beta: float | None
-    ignore_index: int
-    kl_rows: KLRows | Tensor
     teacher_weights: Sequence[float] | None
     vocab_size: int | None
     teacher_vocab_size: int | None
     row_weights: Tensor | None
-    softcap: float | None
     label_smoothing: float
     z_loss: float
-    reduction: Reduction
     num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None
+
+
+class RowKeywords(Keywords, total=False):
+    """Those that all losses of tensors have."""
+
+    ignore_index: int
+    kl_rows: KLRows | Tensor
+    softcap: float | None
+    reduction: Reduction
     group: dist.ProcessGroup | None
     vocab_start: int | None
     backend: str | None
@@ -174,21 +179,10 @@ class TopKKeywords(HeadKeywords, total=False):
     tail: Tail
 
 
-class InheritedKeywords(TypedDict, total=False):
+class InheritedKeywords(Keywords, total=False):
     """Those of `growkern.inherited_loss`."""
 
-    alpha: float | Tensor
-    temperature: float
-    divergence: Divergence
-    beta: float | None
     kl_rows: KLRows
-    teacher_weights: Sequence[float] | None
-    vocab_size: int | None
-    teacher_vocab_size: int | None
-    row_weights: Tensor | None
-    label_smoothing: float
-    z_loss: float
-    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None
     max_rows: int | None
     causal: bool | None
 
