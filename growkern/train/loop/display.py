@@ -21,6 +21,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from growkern.errors import clean, counted, human, say, warn
+from growkern.publish import move
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.safety import LOG_FILE
 
@@ -217,7 +218,7 @@ class LogFile(TrainerCallback):
             ):
                 # of another program
                 if '"step":' not in next(lines, '"step":'):
-                    file.rename(file.with_suffix(".old.jsonl"))
+                    move(file, file.with_suffix(".old.jsonl"))
             self._write("w", state.log_history)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
