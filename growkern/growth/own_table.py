@@ -512,9 +512,11 @@ def _named(small: ModelSpec, sizes: dict[str, int]) -> str:
 
 def _sizes_to_grow(small: ModelSpec) -> Iterator[dict[str, int]]:
     family = small.family
+    # the experts that a token takes, and their groups, grow with the experts
+    follow = {str(key) for space in family.mixtures for key in (space.chosen, *space.groups)}
     for field, key in growable_fields(family).items():
-        if key in family.query_heads and family.forces_head_dim:
-            # they follow the hidden size
+        if key in follow or (key in family.query_heads and family.forces_head_dim):
+            # heads follow the hidden size
             continue
         size, is_depth = small.size(key), key in family.stacks.values()
         if not size:

@@ -13,16 +13,15 @@ from rich.console import Group
 from rich.text import Text
 from transformers.models.auto import modeling_auto as auto
 
-from growkern.errors import GrowthError, reason
-from growkern.families import ModelSpec, own_family
+from growkern.errors import GrowthError
+from growkern.families import ModelSpec, load_family, own_family, supported_families
 from growkern.files import parse_toml, toml_lines
-from growkern.growth.draft.probe import small_configs
+from growkern.growth.draft.probe import Shapes, failure, shapes, small_fields
 from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import table_of
 from growkern.growth.draft.walk import Walk
 from growkern.growth.own_table import TableReport, check_family, faults_of, growths_of
-from growkern.growth.source import described, leave_out_quantisation, quantisation_of
-from growkern.package import DOCS
+from growkern.growth.source import leave_out_quantisation, quantisation_of, what_leads_on
 
 # of a growth, the worst last. Refusals say nothing of a table
 VERDICTS = ("refused", "exact", "approximate", "changed", "wrong")
@@ -135,9 +134,17 @@ def draft_family(config: Any) -> DraftedFamily:
     Raises:
         GrowthError: something in the class fits no rule; it names one tensor and the nearest table.
     """
+    tensors: Shapes = {}
     try:
         cls = class_for(config)
-        if inner := [k for k in type(config).sub_configs if getattr(config, k, None)]:
+        inner = [k for k in type(config).sub_configs if getattr(config, k, None)]
+        try:
+            tensors, _ = shapes(cls, config)
+        except Exception as error:
+            if not inner:
+                why = failure(f"its config makes no {cls.__name__}", error)
+                raise GrowthError(why) from error
+        if inner:
             raise GrowthError(f"its config holds others, {', '.join(inner)}: a draft has one stack")
         config, (method, _) = copy.deepcopy(config), quantisation_of(config)
         leave_out_quantisation(config)
@@ -148,12 +155,23 @@ def draft_family(config: Any) -> DraftedFamily:
         ModelSpec.of(config, cls.__name__, family).check_sizes("its config")
         assumed += [f"its {method} weights stand for plain numbers"] if method else []
     except GrowthError as error:
-        what, _ = described(config.model_type, config.to_dict())
-        raise GrowthError(
-            f"{error}; {what}; extend its table by hand, and check yours with growkern family "
-            f"draft SRC --table my.toml: {DOCS}/add_model.md"
-        ) from error
+        if _has_table(config):
+            why = f"{config.model_type} has a table: it needs no draft: growkern plan SRC"
+            raise GrowthError(why) from error
+        raise GrowthError(f"{error}; {what_leads_on(config, tensors)}") from error
     return DraftedFamily(found, report, tuple(assumed))
+
+
+def _has_table(config: Any) -> bool:
+    """True if a table of the package describes this config, so that a draft has no use."""
+    if config.model_type not in supported_families():
+        return False
+    try:
+        ModelSpec.of(config, [*load_family(config.model_type).classes][-1])
+    except GrowthError:
+        # such as a flag that the table refuses
+        return False
+    return True
 
 
 def _text(table: dict[str, Any]) -> str:
@@ -166,14 +184,16 @@ def _text(table: dict[str, Any]) -> str:
 
 def _measured(cls: Any, config: Any) -> tuple[dict[str, Any], Any]:
     """The table of a class, and the config of its first small model that runs."""
-    why = "no config with few units fits the class"
-    for small in small_configs(config):
-        small.architectures = [cls.__name__]
+    why = ""
+    for fields in small_fields(config):
         try:
+            small = type(config)(**fields)
+            small.architectures, small.use_cache = [cls.__name__], False
+            small._experts_implementation = "eager"
             draft = Draft(cls, small)
         except Exception as error:
             # classes raise errors of any type where sizes do not fit
-            why = ("" if isinstance(error, GrowthError) else "small models fail: ") + reason(error)
+            why = failure("small models fail", error)
             continue
         try:
             Walk(draft)

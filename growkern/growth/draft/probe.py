@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from growkern.errors import GrowthError, reason
 from growkern.growth.models import restore_buffers
 from growkern.growth.outputs import Float64
 from growkern.growth.own_table import NO_FIELDS, plain_rotary, randomize
+from growkern.growth.plan import BY_LAYER
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 # layers of the small model, and its most parameters
@@ -41,7 +43,9 @@ SMALL = (
     (r"vocab_size", 100),
     (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|max_sequence_length", 64),
     (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 8),
-    (r"n_group|topk_group|(n|num)_shared_experts|first_k_dense_replace|moe_layer_start_index", 1),
+    (r"n_group|num_expert_group|topk_group|(n|num)_shared_experts", 1),
+    (r"first_k_dense_replace|moe_layer_start_index", 1),
+    (r"linear_num_heads|linear_head_dim", 16),
     (f"{CHOSEN}|type_vocab_size", 2),
     (r"rotary_dim", 8),
     (r"\w*_lora_rank", 40),
@@ -54,8 +58,8 @@ KEY_HEADS, HEAD_DIM = "num_key_value_heads|num_kv_heads|n_head_kv", "(attention_
 FITTING = ((2, 24), (2, 32), (4, 32), (4, 24), (2, None), (4, None))
 
 
-def small_configs(config: Any) -> Iterator[Any]:
-    """The config with few units, in which sizes differ from each other as far as they may.
+def small_fields(config: Any) -> Iterator[dict[str, Any]]:
+    """The config's fields with few units: sizes differ from each other as far as they may.
 
     Several, as a class may run with the last of them alone.
     """
@@ -64,19 +68,14 @@ def small_configs(config: Any) -> Iterator[Any]:
     for key_heads, head_dim in FITTING:
         rules = (*SMALL, (KEY_HEADS, key_heads), (HEAD_DIM, head_dim))
         given = {k: _small(k, v, layers, rules) for k, v in fields.items()}
-        try:
-            small = type(config)(**{k: v for k, v in given.items() if v is not None})
-        except Exception:
-            # classes raise errors of any type where sizes do not fit
-            continue
-        small.use_cache = False
-        small._experts_implementation = "eager"
-        yield small
+        yield {k: v for k, v in given.items() if v is not None}
 
 
 def _small(name: str, old: Any, layers: Any, rules: Iterable[tuple[str, Any]]) -> Any:
     if name == "rope_parameters" and old:
         return plain_rotary(old)
+    if name == BY_LAYER and old:
+        return {layer: own for layer, own in old.items() if int(layer) < LAYERS}
     if isinstance(old, list) and len(old) == layers:
         # one entry for each layer, of all kinds
         missing = [v for v in dict.fromkeys(old) if v not in old[:LAYERS]]
@@ -116,6 +115,16 @@ def probed(cls: Any, config: Any) -> tuple[Shapes, dict[str, str], dict[str, Sha
             break
     _, ties = shapes(cls, type(config)(**{**fields, "tie_word_embeddings": True}))
     return shapes(cls, config)[0], ties, changed
+
+
+def failure(what: str, error: Exception) -> str:
+    """What failed, why, and in which line of a model's code, unless growkern says it."""
+    if isinstance(error, GrowthError):
+        return str(error)
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    lines = (str(frame.line) for frame in frames if "/models/" in frame.filename)
+    said = (f", in `{line}`" for line in lines if not line.startswith(("raise", "assert")))
+    return f"{what}: {reason(error)}{next(said, '')}"
 
 
 def template(name: str) -> str:
@@ -165,7 +174,7 @@ def watch(cls: Any, config: Any, dtype: Any = torch.float64) -> tuple[Any, Tenso
         # of any type: its first tensor, or that of a module in it, says where
         inside = [(n, x) for n, x in model.state_dict().items() if n.startswith((*begun[-1:],))]
         where = "".join(f"{template(n)} {list(x.shape)}: " for n, x in inside[:1])
-        raise GrowthError(f"{where}small models fail: {reason(error)}") from error
+        raise GrowthError(f"{where}{failure('small models fail', error)}") from error
     for each in hooks:
         each.remove()
     return model, ids, calls

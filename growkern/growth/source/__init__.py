@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         METADATA_FILE, OPTIMIZER, pieces_in, quantisation_of, refuse_adapter_directory,
         refuse_adapters, refuse_bare, scale_block, STATE_FILES, WEIGHTS)
     from growkern.growth.source.source import open_source, refuse_unreadable, Source
-    from growkern.growth.source.unknown import described
+    from growkern.growth.source.unknown import what_leads_on
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

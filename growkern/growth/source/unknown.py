@@ -11,10 +11,10 @@ import contextlib
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from growkern.errors import GrowthError, counted
 from growkern.families import known_type, load_family, supported_families
@@ -42,6 +42,12 @@ OBSTACLES = (
 FEW_LAYERS = 8
 # keys of every config, and of code on the Hub
 GENERAL = ("auto_map", "torch_dtype", "_name_or_path", "quantization_config", "use_cache")
+TEXT_ALONE = "growkern.grow grows the text alone, of a loaded model: model.get_decoder()"
+# the keys of what sees images or hears sound
+SENSES = {"patch_size", "image_size", "num_mel_bins"}
+Tensors: TypeAlias = Mapping[str, tuple[int, ...]]
+NONE: Tensors = {}
+NUMBER = r"\.\d+\."
 # keys of the config of the text, where a config has several
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -51,22 +57,39 @@ def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") ->
 
     `place` is the directory with that config; "": the model is in memory.
     """
-    what, nearest = described(model_type, data, place)
+    what, nearest = _described(model_type, data, place)
     raise GrowthError(
         f"model_type {model_type!r} has no family table; {what}; "
         f"{_way(model_type, data, place, nearest)}"
     )
 
 
-def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tuple[str, str]:
-    """Clauses about a model, what is in its way and its nearest family; and that family."""
+def what_leads_on(config: Any, tensors: Tensors) -> str:
+    """What is in the way of a draft for a config, and what may help; `tensors` are its model's."""
+    data = config.to_dict()
+    what, nearest = _described(config.model_type, data, tensors=tensors)
+    by_hand = (
+        "extend its table by hand, and check yours with growkern family draft SRC --table "
+        f"my.toml: {DOCS}/add_model.md"
+    )
+    return f"{what}; {TEXT_ALONE if known_type(_text(data)) == nearest else by_hand}"
+
+
+def _described(
+    model_type: str, config: Mapping[str, Any], place: str = "", tensors: Tensors = NONE
+) -> tuple[str, str]:
+    """Clauses about a model, what is in its way and its nearest family; and that family.
+
+    `tensors`, name -> shape, are those of the model itself: the first that is in the way is named.
+    """
     text = _text(config)
     kind = known_type(text)
     if kind in supported_families() and text is not config:
         parts = (k for k in sorted(config) if k.endswith("_config") and k not in (*TEXT, *GENERAL))
         others = " and ".join(parts) or "parts"
-        return f"it has {others} beside its text; nearest: {kind} (its text_config)", kind
-    of_class = _names_in_class(model_type, config) or _names_in_class(str(kind), text)
+        first = _first(tensors, lambda name: name not in _names_in_table(str(kind)))
+        return f"it has {others}{first} beside its text; nearest: {kind} (its text_config)", kind
+    of_class = tensors or _names_in_class(model_type, config) or _names_in_class(str(kind), text)
     names = _short(of_class or _names_in_files(place))
     keys = _fields_of(model_type) | dict(text)
     # a class for text is nearer to one of the same kind
@@ -74,12 +97,24 @@ def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tu
     keys = {k: v for k, v in keys.items() if k not in _base()}
     unknown, likest, share = _compared(names, keys, ending)
     own = _names_in_table(likest) | _fields_of(likest).keys()
-    obstacles = [w for w, part in OBSTACLES if _has(part, unknown) and not _has(part, own)]
+    obstacles = [
+        f"{what}{_first(tensors, re.compile(part).search)}"
+        for what, part in OBSTACLES
+        if _has(part, unknown) and not _has(part, own)
+    ]
     if not obstacles and unknown:
         others = f" and {counted(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
-        obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
+        first = _first(tensors, lambda name: name == unknown[0])
+        obstacles = [f"{unknown[0]}{first}{others}, which {likest} lacks"]
     obstacles = obstacles or [f"a class of its own, which may compute something else than {likest}"]
     return "; ".join([*(f"it has {w}" for w in obstacles), f"nearest: {likest} {share}"]), likest
+
+
+def _first(tensors: Tensors, fits: Callable[[str], Any]) -> str:
+    """The first tensor whose short name fits, and its shape, in brackets; "" if there is none."""
+    found = ((name, shape) for name, shape in tensors.items() if any(map(fits, _short([name]))))
+    named = (f" ({re.sub(NUMBER, '.{l}.', name)} {list(shape)})" for name, shape in found)
+    return next(named, "")
 
 
 def _has(part: str, names: Iterable[str]) -> bool:
@@ -91,7 +126,7 @@ def _way(model_type: str, data: Mapping[str, Any], place: str, nearest: str) -> 
     import transformers
 
     if known_type(_text(data)) == nearest:
-        return "growkern.grow grows the text alone, of a loaded model: model.get_decoder()"
+        return TEXT_ALONE
     if model_type in transformers.CONFIG_MAPPING:
         own = "growkern.draft_family(model.config)"
         command = f"growkern family draft {shlex.quote(place)}" if place else own
@@ -111,7 +146,11 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _compared(names: set[str], keys: Mapping[str, Any], ending: str) -> tuple[list[str], str, str]:
     """What the nearest family lacks, that family, and how much of the model it has."""
-    known = {kind: _names_in_table(kind) for kind in supported_families()}
+    families = [*supported_families()]
+    if not SENSES.intersection(keys):
+        # it reads text: towers are no help
+        families = [kind for kind in families if "vocab" in load_family(kind).config]
+    known = {kind: _names_in_table(kind) for kind in families}
     most = max(len(names & own) for own in known.values())
     # of families with equally many of its names, one with few others and a config that is alike
     tied = [kind for kind, own in known.items() if len(names & own) == most]

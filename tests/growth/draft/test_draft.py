@@ -146,15 +146,23 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (transformers.MambaConfig(), r"\(Mamba 1\); nearest: .* --table my.toml"),
-        (T5, r"nearest: \w*t5"),
+        (
+            transformers.MambaConfig(),
+            r"\(Mamba 1\) \(.*x_proj.* \[80, 1536\]\); nearest: .* --table",
+        ),
+        (T5, "t5 has a table: it needs no draft: growkern plan"),
         # several texts
         (transformers.MusicgenConfig(), "holds others, text_encoder, .* nearest: "),
         (transformers.TapasConfig(), r"embeddings\.\w+\.weight \[.*: small models fail: "),
-        (transformers.BartConfig(), r"k_proj\.weight \[.*: 0 lists of layers.* nearest: bart"),
+        (transformers.MvpConfig(), r"k_proj\.weight \[.*: 0 lists of layers.* nearest: bart"),
+        # towers for images are not near
+        (transformers.FlaubertConfig(), r"layer_norm1.*\[2048\].* nearest: distilbert"),
+        # the class's own error, and the line of its code
+        (transformers.Qwen4ExpTextConfig(), "its config makes no .*, in `self.block_topk"),
+        (transformers.GotOcr2Config(), r"pos_embed \[.* nearest: qwen2 .*get_decoder"),
         (transformers.HYV4Config(), r"input_norm \[\]: HYV4.* computes none of .* nearest: "),
-        (transformers.NanoChatConfig(), r"self_attn\.q_norm \[\]: a norm .* nearest: "),
-        (transformers.MiMoV2FlashConfig(), r"q_proj.* has \[12288, 4096\]; .* nearest: mimo"),
+        (transformers.DiffLlamaConfig(), r"groupnorm \[\]: a norm .*lambda_k1 \(.* nearest: "),
+        (transformers.MraConfig(), r"positions.* has \[514, 768\]; .* nearest: "),
         (transformers.OPTConfig(word_embed_proj_dim=512), r"proj_dim=512: not .* nearest: opt"),
         (transformers.RemBertConfig(), r"word_embeddings\.weight \[100, 256\]: .* nearest: bert"),
     ],
