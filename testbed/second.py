@@ -83,7 +83,8 @@ def saved(model, directory, family):
         tensors |= {f"{n}.weight": x for n, x in zip((*around, last), wide[-3:], strict=True) if n}
         tensors[f"{matrix}.weight"] = wide[:-3].view(width, -1)
         if last and "shared_head" in last:
-            head = next(x for n, x in own.items() if n.endswith("lm_head.weight"))
+            # of tied models, in memory
+            head = other.get_output_embeddings().weight.data.clone()
             tensors[f"{places[0]}shared_head.head.weight"] = head
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
@@ -138,9 +139,9 @@ def drafts(directory, family, layer_map=(0, 1, 2)):
     return [*found, main.lm_head(hidden)]
 
 
-def sized(family, own):
+def sized(family, own, tied=False):
     """The class and the sizes of a family's tiny model, with others of its own."""
     class_name, sizes, *_ = {**FAMILIES, **RELATIVES}[family]
     field = COUNTS.get(family, COUNT)
     own = {**own, "mlp_only_layers": []} | ({field: CASES[family][2]} if field else {})
-    return class_name, {**with_sizes(load_family(family), sizes, own), "tie_word_embeddings": False}
+    return class_name, {**with_sizes(load_family(family), sizes, own), "tie_word_embeddings": tied}

@@ -341,6 +341,11 @@ class SpaceSpec:
     groups: tuple[str, ...] = ()
 
     @property
+    def is_inner(self) -> bool:
+        """True for units over which a norm lies, behind a product: no factor there is free."""
+        return self.kind == "units" and self.activated and self.size != "stream"
+
+    @property
     def blocks(self) -> tuple[str, ...]:
         """The spaces that one head or unit consists of."""
         return tuple(self.entries.split("|")) if self.entries else ()

@@ -356,11 +356,12 @@ def _with_second(
 ) -> ModelSpec:
     """The model with the layers that predict a second token, as many as the files have.
 
-    Without the headers of files it has as many as the config says. A tied head
-    would read their norm's output by shares, which changes its mean square.
+    Without the headers of files it has as many as the config says. With a tied head they need
+    another eps, which norms over inner units do not allow.
     """
     second, plain = model.family.second, model.in_memory
-    if second is None or model.has_tied_head or not model.family.classes[model.class_name].behind:
+    is_held = model.has_tied_head and any(s.is_inner for s in model.family.spaces.values())
+    if second is None or is_held or not model.family.classes[model.class_name].behind:
         return plain
     if headers is None:
         count = getattr(model.text, str(second.layers), None) or 0

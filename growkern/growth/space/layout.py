@@ -41,7 +41,7 @@ from growkern.growth.space.spaces import (
     zero_padded,
 )
 from growkern.growth.space.upcycling import Upcycling, is_output
-from growkern.growth.space.ways import is_inner, keep_choice, sleeping_map
+from growkern.growth.space.ways import keep_choice, sleeping_map
 
 # a layer of the source: its number, or "stack.number" in models with several stacks
 Layer = int | str | None
@@ -326,7 +326,7 @@ class Layout:
         if spec.of:
             return self.space(spec.of, layer).beside()
         source, target = self.sizes(spec.size or "stream")
-        if spec.part == "key" or (is_inner(spec) and target % source):
+        if spec.part == "key" or (spec.is_inner and target % source):
             return zero_padded(source, target)
         if spec.size == "stream":
             # a norm may connect this space to a tied head's input: same copies in the same order

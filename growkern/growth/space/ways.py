@@ -60,18 +60,13 @@ def check_copies(small: ModelSpec, large: ModelSpec) -> None:
             raise UnfitError(f"{small.family.config[key].default} shrinks from {old} to {new}")
 
 
-def is_inner(space: SpaceSpec) -> bool:
-    """True for units over which a norm lies, behind a product: no factor there is free."""
-    return space.kind == "units" and space.activated and space.size != "stream"
-
-
 def _normed_units(family: Family, scales: Iterable[str | None]) -> set[str]:
     """Sizes of the inner units that norms with these scales lie over."""
     names = [str(scale) for scale in dict.fromkeys(scales) if family.is_space(scale)]
     for name in names:
         # the list grows while it is read
         names += family.spaces[name].blocks
-    return {str(family.spaces[name].size) for name in names if is_inner(family.spaces[name])}
+    return {str(family.spaces[name].size) for name in names if family.spaces[name].is_inner}
 
 
 def eps_factor(small: ModelSpec, large: ModelSpec) -> float:
@@ -82,7 +77,7 @@ def eps_factor(small: ModelSpec, large: ModelSpec) -> float:
     family, eps, square = small.family, small.family.norm.eps, 1.0
     known = _normed_units(family, (row.scale for rows in family.tensors.values() for row in rows))
     normed = _normed_units(family, (tensor.row.scale for tensor in small.tensors))
-    inner = {str(space.size) for space in family.spaces.values() if is_inner(space)}
+    inner = {str(space.size) for space in family.spaces.values() if space.is_inner}
     for key in sorted(inner):
         old, new = small.size(key), large.size(key)
         if new % old and key not in known:
@@ -92,6 +87,9 @@ def eps_factor(small: ModelSpec, large: ModelSpec) -> float:
                 f"which norm lies over these units: give its row their space as `scale`"
             )
         square *= old / new if new % old and key in normed else 1
+    if small.second and small.has_tied_head:
+        # a norm of theirs reads what the head does, and the tied head asks for shares there
+        square = small.size("stream") / large.size("stream")
     if square != 1 and not isinstance(eps, str):
         raise UnfitError(
             f"a norm over units that are no whole copies needs eps={eps * square:.3g}, not {eps}, "

@@ -39,3 +39,42 @@ def test_they_grow_exactly_from_files_to_files(family, tmp_path):
     one = small if family != "kimi_k25" else model
     config = growkern.grow(one, hidden_size=24).config.get_text_config()
     assert not field or getattr(config, field) == 0
+
+
+def test_the_norm_before_them_needs_the_mean_square_of_the_last_norm(tmp_path, monkeypatch):
+    family, (small, large) = "deepseek_v3", (tmp_path / "small", tmp_path / "large")
+    saved(random_model(*sized(family, {})), small, family)
+    # copies as they are, which the head alone reads as well
+    one = "growkern.growth.space.layout.Layout._tied_output"
+    monkeypatch.setattr(one, lambda self, spec, layer: self.space(spec.untied, layer))
+    growkern.grow_checkpoint(small, large, hidden_size=20, progress=False)
+    main, *second = (
+        (old - new).abs().max() / old.abs().max()
+        for old, new in zip(drafts(small, family), drafts(large, family), strict=True)
+    )
+    assert main <= 1e-12 and min(second) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2"])
+def test_with_a_tied_head_they_need_another_eps(family, tmp_path, monkeypatch):
+    small, large = tmp_path / "small", tmp_path / "large"
+    saved(random_model(*sized(family, {}, tied=True)), small, family)
+
+    def errors(**growth):
+        shutil.rmtree(large, ignore_errors=True)
+        grown = growkern.grow_checkpoint(small, large, **growth, progress=False).plan
+        assert grown.exact and grown.target_config.rms_norm_eps == pytest.approx(0.01 * factor)
+        pairs = zip(drafts(small, family), drafts(large, family), strict=True)
+        return [(x - y).abs().max() / x.abs().max() for x, y in pairs]
+
+    for growth in ({"hidden_size": 24, "stream": "copies"}, {"hidden_size": 20}):
+        factor = 12 / growth["hidden_size"]
+        assert max(errors(**growth)) <= 1e-12 and growkern.verify(small, large).level == "exact"
+    factor = 1.0
+    monkeypatch.setattr("growkern.growth.plan.target.eps_factor", lambda small, large: factor)
+    assert errors(**growth)[-1] > 1e-3
+
+
+def test_beside_a_delta_net_a_tied_head_leaves_them_out(tmp_path):
+    saved(random_model(*sized("qwen3_5", {}, tied=True)), tmp_path, "qwen3_5")
+    assert not growkern.plan(tmp_path, hidden_size=20).small.second

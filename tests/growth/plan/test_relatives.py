@@ -13,6 +13,7 @@ from functools import reduce
 import pytest
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 import growkern
 from growkern.families.family import inner
@@ -21,7 +22,16 @@ from growkern.families.table_files import load_family
 from growkern.growth.plan.axes import axis_maps
 from testbed import growths
 from testbed.families import FAMILIES
-from testbed.growths import HEADS, alone, at_once, grown_by, head_counts, heads_grow, largest_error
+from testbed.growths import (
+    HEADS,
+    alone,
+    at_once,
+    grown_by,
+    head_counts,
+    heads_grow,
+    largest_error,
+    more_experts,
+)
 from testbed.models import batches, random_model, run
 from testbed.relatives import GEMMA4_SMALL, RELATIVES, with_sizes
 from tests.growth.plan.test_matrix import EXACT, grown_on_disk
@@ -196,6 +206,34 @@ def test_an_indexer_that_chose_more_tokens_would_change_the_outputs():
     assert all(map(torch.equal, source.parameters(), other.parameters()))
     old, new = (run(model, batches(model)[""])["logits"] for model in (source, other))
     assert (new - old).abs().max() > 0.1 * old.abs().max()
+
+
+class Chosen(TorchFunctionMode):
+    """The ids that `topk` chooses, sorted."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "topk":
+            self.ids.append(result[1].sort(-1)[0])
+        return result
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "qwen3_moe", "gpt_oss"])
+def test_indexers_and_routers_choose_the_same_ids(model_type):
+    source = random_model(*ALL[model_type])
+    model = ModelSpec.of(source.config, type(source).__name__)
+    same = {"vocab", *model.family.stacks.values(), *more_experts(model, 2)}
+    larger = {key: size for key, size in at_once(model).items() if key not in same}
+    chosen = []
+    for each in (source, growkern.grow(source, **grown_by(model, larger))):
+        with Chosen() as mode:
+            run(each, batches(each)[""])
+        chosen.append(mode.ids)
+    assert chosen[0] and all(map(torch.equal, *chosen))
 
 
 def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
