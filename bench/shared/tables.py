@@ -208,7 +208,7 @@ BESIDE_LOSS = {
 # why a model did not load -> the word of the table; any other reason is unclear
 REASONS = {
     "only Llama 3": "",  # the benchmark builds no other for torchtitan
-    "GGUF model with|Unknown gguf": "not read back",
+    "GGUF model with|Unknown gguf": "unread",
     "no head for masked": "no logits",
     "Failed to export": "not exported",
     "not supported|No conversion|not yet impl|not recogni|module transformers has no": "no",
@@ -444,4 +444,4 @@ def _loaded(rows: list[dict[str, Any]]) -> str:
     good = [x.get("off", 1.0) < LARGEST for x in rows if x["growth"] != "source"]
     told = " ".join(x.get("why", "") for x in rows)
     why = next((word for text, word in REASONS.items() if re.search(text, told)), "unclear")
-    return f"{sum(good)} of {len(good)}" if good else why if rows else ""
+    return f"{sum(good)}/{len(good)}" if good else why if rows else ""
