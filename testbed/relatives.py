@@ -300,6 +300,18 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", ROTARY, {"use_bias": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
+    "exaone4_5": (
+        "Exaone4_5_ForConditionalGeneration",
+        {
+            "text_config": {**ROTARY, **KINDS, "model_type": "exaone4"},
+            "vision_config": {
+                **{**QWEN_VL["vision_config"], "num_key_value_heads": 1},
+                "out_hidden_size": ROTARY["hidden_size"],
+            },
+            "image_token_id": IMAGE,
+        },
+        {"text_config": {**ROTARY, **FULL, "model_type": "exaone4"}},
+    ),
     "flex_olmo": ("FlexOlmoForCausalLM", EXPERTS, {"norm_topk_prob": True, "attention_bias": True}),
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
     "gemma3": ("Gemma3ForConditionalGeneration", GEMMA3, {}),
