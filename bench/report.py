@@ -151,7 +151,7 @@ def saved(results: Path) -> str:
 
 
 SMALL, GROWN = Size(4, 64, 4), ("table5", "fpi_padded", "")
-Points = Sequence[tuple[float, float]]
+Points = Sequence[tuple[float, ...]]
 
 
 def family_saving(results: Path) -> str:
@@ -168,15 +168,17 @@ def family_saving(results: Path) -> str:
 
 
 def _mean(curves: Sequence[Points]) -> Points:
-    """The mean of the curves of several seeds, point by point."""
-    return [
-        (sum(x for x, _ in same) / len(same), sum(y for _, y in same) / len(same))
-        for same in zip(*curves, strict=True)
-    ]
+    """FLOPs, the mean loss of several seeds, and half the range of the losses, point by point."""
+    means = []
+    for same in zip(*curves, strict=True):
+        flops, losses = zip(*same, strict=True)
+        spread = (max(losses) - min(losses)) / 2
+        means.append((sum(flops) / len(same), sum(losses) / len(same), spread))
+    return means
 
 
 def _curves(rows: Mapping[str, Row]) -> dict[str, Points]:
-    """FLOPs and losses, means over the seeds, of the small model, of both large ones."""
+    """FLOPs, losses and their spread over the seeds, of the small model, of both large ones."""
     line, pairs = runs_beside(rows, GROWN)
     small = [fixed_sizes(line.setting, seed, rows)[SMALL] for seed in pairs]
 
@@ -201,21 +203,23 @@ def draw_family(results: Path) -> list[Path]:
     axes = figure.add_axes((0.075, 0.13, 0.9, 0.78))
     curves = _curves(rows)
     # both sizes are wanted, so that the small one is paid for in any case
-    (paid, begun), *_ = curves["grown"]
-    curves["scratch"] = [(paid + flops, loss) for flops, loss in curves["scratch"]]
-    curves["trained on"] = [(x, y) for x, y in curves["small"] if x >= paid]
-    curves["small"] = [(x, y) for x, y in curves["small"] if x <= paid]
+    (paid, begun, _), *_ = curves["grown"]
+    curves["scratch"] = [(paid + flops, *loss) for flops, *loss in curves["scratch"]]
+    curves["trained on"] = [point for point in curves["small"] if point[0] >= paid]
+    curves["small"] = [point for point in curves["small"] if point[0] <= paid]
     for name, color, dashes, width, words, place in (
-        ("trained on", GREY, ":", 2, "the small model, never grown", (8.4, 3.15)),
-        ("small", GREY, "-", 3, "the small model", (1.7, 4.12)),
-        ("scratch", "black", (0, (4, 2)), 3, "the large model, from scratch", (8.5, 3.92)),
-        ("grown", COLORS[1], "-", 3, "the large model,\ngrown from the small one", (3.2, 3.28)),
+        ("trained on", GREY, ":", 1.5, "the small model, never grown", (8.4, 3.15)),
+        ("small", GREY, "-", 1.5, "the small model", (1.7, 4.12)),
+        ("scratch", "black", (0, (4, 2)), 1.5, "the large model, from scratch", (8.5, 3.92)),
+        ("grown", COLORS[1], "-", 1.5, "the large model,\ngrown from the small one", (3.2, 3.28)),
     ):
-        x, y = zip(*((flops / 1e12, loss) for flops, loss in curves[name]), strict=True)
-        axes.plot(x, y, color=color, linestyle=dashes, marker="o", markersize=7, linewidth=width)
+        x, y, spread = zip(*((flops / 1e12, *loss) for flops, *loss in curves[name]), strict=True)
+        style = {"color": color, "linestyle": dashes, "linewidth": width, "elinewidth": 2}
+        axes.errorbar(x, y, spread, marker="o", markersize=7, capsize=5, **style)
         axes.text(*place, words, color=color, fontsize=READABLE)
-    whole, mark = curves["scratch"][-1]
-    needed = first_crossing(*zip(*curves["grown"], strict=True), mark) or whole
+    whole, mark, _ = curves["scratch"][-1]
+    flops, losses, _ = zip(*curves["grown"], strict=True)
+    needed = first_crossing(flops, losses, mark) or whole
     arrow = {"arrowstyle": "<->", "color": COLORS[2], "linewidth": 2.5, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (needed / 1e12, mark), (whole / 1e12, mark), arrowprops=arrow)
     (saved,) = savings(rows, GROWN, ("family",), (SMALL,))
@@ -229,7 +233,8 @@ def draw_family(results: Path) -> list[Path]:
     axes.set_ylim(3.1, 4.3)
     axes.set_xlim(0, 16.2)
     axes.set_xlabel(
-        "training FLOPs of both models, 1e12 (points: ends of runs, three seeds)", fontsize=READABLE
+        "training FLOPs of both models, 1e12 (points: ends of runs; bars: three seeds)",
+        fontsize=READABLE,
     )
     axes.set_ylabel("validation loss", fontsize=READABLE)
     axes.tick_params(labelsize=READABLE - 2)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 import typer
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import growkern
 from growkern import package
@@ -154,6 +155,13 @@ def test_debug_shows_where_an_error_came_from(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["growkern", "plan", "not-there", "--debug"])
     with pytest.raises((ValueError, OSError), match="not-there"):
         main()
+
+
+def test_torchrun_repeats_the_line_of_an_error(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    _, _, line = run("train", "no.toml")
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
+    assert failure.message["extraInfo"]["py_callstack"] == line.strip() and "no.toml" in line
 
 
 def test_of_several_processes_the_first_tells_of_a_wrong_file(run, monkeypatch):
