@@ -130,7 +130,7 @@ def random_growths(results: Path) -> str:
     for row in rows:
         total.update({word: n for word, n in row.items() if word != "family"})
     grown = (total[word] for word in ("exact", "approximate", "changed", "FAILED"))
-    heads = ["families", "exact", "approximate", "changed, as the plan said", "not as it said"]
+    heads = ["families", "exact", "approximate", "changed as planned", "otherwise"]
     return table(heads, [[f"{len(rows)}", *map(str, grown)]] if rows else [])
 
 
