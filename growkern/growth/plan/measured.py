@@ -94,12 +94,13 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
         tokens: those that the target will be trained on.
     """
     kind, mine = model_kind(plan.large), tokens / plan.parameters()
+    start = f"in short, at {human(mine)} tokens per parameter"
     title = (
-        f"in short, at {human(mine)} tokens per parameter (saved: training FLOPs to the loss from "
-        "scratch; growkern's runs: models of at most 2 million parameters):"
+        f"{start} (a share saved is of the training FLOPs from scratch to the same loss; growkern "
+        "measured models of at most 2 million parameters):"
     )
     if plan.upcycling:
-        return (f"{title.split(' (')[0]}: a mixture beside its dense model: {DOCS}/upcycling.md",)
+        return (f"{start}: a mixture beside its dense model: {DOCS}/upcycling.md",)
     answers, (axis, times) = defaultdict(list), _growth(plan)
     of_growth = [
         row
@@ -161,7 +162,7 @@ def _answer(rows: Sequence[Row], question: str) -> str:
 def _says(rows: Sequence[Row], question: str) -> str:
     """What to do, how many saved and how much, and who measured."""
     if not rows:
-        return f"{PILOT} (not measured near this)"
+        return f"{PILOT} (not measured for such a growth at about as many tokens)"
     signs = [_saves(_figure(row, question)) for row in rows]
     # of another question the share is another one
     saved = [row[question] for row, x in zip(rows, signs, strict=True) if x > 0 and row[question]]
@@ -171,8 +172,8 @@ def _says(rows: Sequence[Row], question: str) -> str:
     at = " to ".join(f"{x:g}" for x in dict.fromkeys([tokens[0], tokens[-1]]))
     who = ", ".join(dict.fromkeys(row["citation"].split(",")[0] for row in rows))
     return (
-        f"{_answer(rows, question)} (at {at}: {signs.count(1)} of {counted(len(rows), 'setup')} "
-        f"saved{much}, {who})"
+        f"{_answer(rows, question)} (measured at {at}: saved in {signs.count(1)} of "
+        f"{counted(len(rows), 'comparison')}{much}, by {who})"
     )
 
 
