@@ -159,6 +159,19 @@ def test_the_record_has_the_table(place):
     assert growkern.plan(place / "large", num_hidden_layers=4).exact
 
 
+def test_what_is_called_exact_depends_on_a_given_table(place):
+    condition = "if the given table is right"
+    plan = growkern.plan(place / "small", family=place / "gone.toml", hidden_size=48)
+    record = json.loads((place / "large" / "lineage.json").read_text())
+    card = re.findall("^- exact: .*", (place / "large" / "README.md").read_text(), re.M)
+    assert str(plan).startswith(f"exact {condition}: ") and "draft SRC --table" in str(plan)
+    assert plan.condition == record["condition"] == condition
+    said = [*plan.to_dict()["findings"], *record["findings"]]
+    assert all(condition in line for line in [*card, *(f["why"] for f in said)]) and card
+    shipped = random_model("LlamaForCausalLM", LLAMA)
+    assert not growkern.plan(shipped, num_hidden_layers=4).condition
+
+
 def test_a_changed_table_in_a_record_is_refused(place, tmp_path):
     shutil.copytree(place / "large", tmp_path / "large")
     file = tmp_path / "large" / "lineage.json"

@@ -137,11 +137,12 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
         *(_depth, _eps, _large_shares, rounding_findings),
     )
     result = tuple(finding for part in parts for finding in part(plan))
-    if result:
-        return _with_change(plan, result)
-    # only sizes that no part judges have changed, such as the FFN's
+    # only sizes that no part judges may have changed, such as the FFN's
     sizes = [f"{field} {a} -> {b}" for field, (a, b) in plan.size_changes().items() if a != b]
-    return (Finding("exact", ", ".join(sizes), "the shares of all copies add up"),)
+    rest = Finding("exact", ", ".join(sizes), "the shares of all copies add up")
+    result = _with_change(plan, result or (rest,))
+    kept = f", {plan.condition}".rstrip(", ")
+    return tuple(f if f.level == "changed" else replace(f, why=f.why + kept) for f in result)
 
 
 def _asked(what: str, why: str) -> Finding:

@@ -75,6 +75,7 @@ class GrowthPlan(Blueprint):
         dtype: of the grown weights.
         findings: for each part of the model, whether it is exact, and why.
         exact: whether every part is exact.
+        condition: what findings rest on: "", or that a table of your own is right.
     """
 
     def __repr__(self) -> str:
@@ -146,7 +147,8 @@ class GrowthPlan(Blueprint):
         `lineage.json` and the resume journal store it: changing a key changes those formats.
         """
         findings = [dataclasses.asdict(finding) for finding in self.findings]
-        return {**self.summary(), "exact": self.exact, "findings": findings}
+        condition = {"condition": self.condition} if self.condition else {}
+        return {**self.summary(), "exact": self.exact, **condition, "findings": findings}
 
     def without_second(self) -> GrowthPlan:
         """The same growth of what transformers reads: no layers that predict a second token."""
@@ -193,13 +195,14 @@ class GrowthPlan(Blueprint):
         Args:
             verbose: also show maps, the source of each layer, and the nearest measurements.
         """
+        check = self.condition and "growkern family draft SRC --table TABLE checks the given table"
         return plan_table(
             self,
             self.findings,
             self.estimate(ranks, tokens, source_tokens),
             ranks,
             tokens,
-            (*filter(None, [self.needs]), *self.portability(), *self.advice()),
+            (*filter(None, [self.needs, check]), *self.portability(), *self.advice()),
             verbose,
             self.source.stored.way,
         )

@@ -53,6 +53,7 @@ def plan_table(
     by_level = sorted(findings, key=lambda part: list(LEVELS).index(part.level), reverse=True)
     level = by_level[0].level if by_level else "exact"
     style, meaning = LEVELS[level]
+    level += f" {plan.condition}".rstrip()
     answer = Text.assemble((level, f"bold {style}"), f": the large model{meaning}")
     if way:
         answer = Text.assemble(("cannot grow as it is", "bold red"), f": {way}: {level}")

@@ -53,7 +53,7 @@ NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
 # the measure that `compare_outputs` adds where both models compute NaN or infinity
 FAILING = "share of outputs not finite"
 # fields that do not decide the result: the version, and sentences about it
-NOT_COMPARED = {"growkern", "findings"}
+NOT_COMPARED = {"growkern", "findings", "condition"}
 
 
 def notes_of(lineage: Lineage) -> list[str]:
