@@ -238,7 +238,7 @@ def differences(found, expected):
     for ours, theirs in zip(found["log"], expected["log"], strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            kind = "losses" if name in ("mlm", "kl") else "logged numbers"
+            kind = "losses" if name in ("label_loss", "kl") else "logged numbers"
             kind = "Trainer's loss" if name == "loss" else kind
             apart = abs(ours[name] - value) / max(1.0, abs(value))
             logged[kind] = max(logged[kind], apart)

@@ -49,7 +49,7 @@ RANDOM = "random"
 FILES = ("path", "paths", "source", "tokenizer", "train", "validation")
 # a teacher comes and goes with the inheritance
 UNSHOWN = (*FILES, "teacher", "seed", "method")
-LABEL = "mlm"
+LABEL = "label_loss"
 # what is drawn beside the loss -> words, and the number that it is divided by
 MEASURED = {
     LABEL: ("label loss", 1),
@@ -246,8 +246,10 @@ def settings_apart(curves: Sequence[Curve]) -> list[str]:
         # of random weights the sizes alone tell something, not that or how copies are made
         copied = [n for n, x in enumerate(curves) if section != "growth" or not x.from_scratch]
         if any(value is None for value in values):
-            rows = [("no" if values[n] is None else "with", section) for n in copied]
-            _add_differing(rows, [found[n] for n in copied])
+            # names say which runs grew
+            shown = values if section != "growth" else []
+            rows = [("no" if value is None else "with", section) for value in shown]
+            _add_differing(rows, found)
         elif all(isinstance(value, dict) for value in values):
             for key in dict.fromkeys(key for value in values for key in value):
                 told = range(len(curves)) if key == "sizes" else copied
@@ -276,8 +278,8 @@ def curve_of(history: Sequence[dict[str, Any]], name: str, first: Sequence[str] 
     New sizes that are named in `first` come first.
     """
     validation = any("eval_loss" in line for line in history)
-    # with a teacher, "loss" includes the KL term; only "mlm" can be compared with other runs
-    keys = ("eval_loss",) if validation else ("mlm", "loss")
+    # with a teacher, "loss" includes the KL term; only "label_loss" can be compared with other runs
+    keys = ("eval_loss",) if validation else ("label_loss", "loss")
     points: dict[tuple[int, bool], tuple[float, float]] = {}
     growths: dict[int, tuple[float, str]] = {}
     last: dict[str, Any] = {}

@@ -55,7 +55,6 @@ NO_SCRATCH = (
     "no saving is known without a run of the large model from scratch: give one too "
     '([growth] method = "random")'
 )
-OTHER_SIZE = " has another size: it is compared where any size will do"
 UNFINISHED = "the run that sets the mark is not finished, so nothing is said of savings yet"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
@@ -182,7 +181,6 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
         notes.append(UNFINISHED)
     if groups[0].sources or (len(groups) > 1 and groups[0].curves[0].is_grown):
         notes.append(NO_SCRATCH)
-    notes += [plain(group.name) + OTHER_SIZE for group in groups if not group.is_compared]
     return notes
 
 

@@ -83,7 +83,7 @@ def test_what_the_comments_offer_trains_too(name, line, other, place, monkeypatc
     run.write_text(text.replace(line, other).replace(f"runs/{name}", "runs/other"))
     assert train(run, overwrite=True, progress=False).global_step == 40
     log = log_of(place / "runs" / "other")
-    losses = [line["mlm"] for line in log if "mlm" in line]
+    losses = [line["label_loss"] for line in log if "label_loss" in line]
     assert losses[-1] < losses[0]
     if name == "inheritance":
         # of a line that the switch falls into alpha is a mean
@@ -107,7 +107,7 @@ def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     folder = place / "runs" / ("small" if file.stem == "source" else file.stem)
     folders = sorted(folder.glob("generation-*")) or [folder]
     for one in folders:
-        losses = [line["mlm"] for line in log_of(one) if "mlm" in line]
+        losses = [line["label_loss"] for line in log_of(one) if "label_loss" in line]
         assert len(losses) >= 5 and losses[-1] < losses[0], (one.name, losses)
     layers = {"source": 2, "teacher_of_law": 2, "mslt": 3, "upcycling": 2}.get(file.stem, 4)
     model = transformers.AutoModel.from_pretrained(folders[-1])
@@ -159,7 +159,7 @@ def test_the_files_do_what_they_say(place):
     moe = transformers.AutoModelForCausalLM.from_pretrained(runs / "upcycling")
     first, second = moe.model.layers[1].mlp.experts.down_proj[:2]
     assert not torch.equal(first, second) and not hasattr(moe.model.layers[0].mlp, "experts")
-    lines = (line for line in log_of(runs / "recipe") if "mlm" in line)
+    lines = (line for line in log_of(runs / "recipe") if "label_loss" in line)
     rates = {line["step"]: line["learning_rate"] for line in lines}
     assert rates[22] < min(rates[20], rates[26]), "it rises again after the growth at step 20"
     file = runs / "recipe" / "checkpoint-40" / "optimizer.pt"

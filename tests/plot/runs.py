@@ -41,7 +41,7 @@ SCRATCH = curve("scratch", [8.0, 6.0, 5.0, 4.0])  # reaches 4 at 30
 
 HISTORY = [
     {"step": 0, "eval_loss": 8.0, "flops": 0.0},
-    {"step": 5, "loss": 7.0, "mlm": 6.5, "flops": 50.0},
+    {"step": 5, "loss": 7.0, "label_loss": 6.5, "flops": 50.0},
     {"step": 10, "eval_loss": 6.0, "flops": 100.0},
     {"step": 10, "eval_loss": 6.0, "flops": 100.0},
     {"step": 10, "train_runtime": 3.0},

@@ -125,8 +125,8 @@ class GrowthPlan(Blueprint):
         """
         return measurements(self)
 
-    def verdict(self, tokens: float) -> tuple[str, ...]:
-        """What the measurements nearest to these tokens say: grow, train from scratch or try."""
+    def verdict(self, tokens: float) -> tuple[dict[str, str], ...]:
+        """What is "wanted", what to "do", and what was "measured" nearest to these tokens."""
         return verdict(self, tokens)
 
     def advice(self) -> tuple[str, ...]:

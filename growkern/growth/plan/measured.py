@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from growkern.errors import counted, human
+from growkern.errors import counted
 from growkern.families import ModelSpec
 from growkern.files import parse_toml
 from growkern.growth.plan.blueprint import Blueprint
@@ -83,24 +83,19 @@ def model_kind(model: ModelSpec) -> str:
     return "decoder" if is_decoder(model) else "encoder"
 
 
-def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
-    """What measurements near to a growth say, a line for each answer.
+def verdict(plan: Blueprint, tokens: float) -> tuple[dict[str, str], ...]:
+    """What measurements near to a growth say: what is "wanted", what to "do", what was "measured".
 
     They are of the same kind of model, of alike tokens per parameter, and of growth in the same
     way, along the same axes by alike factors. Beyond all of them those at the most tokens answer,
-    if few saved. One that saved asks for a pilot.
+    if few saved. One that saved asks for a pilot. Questions with the same answer share a row.
 
     Args:
         tokens: those that the target will be trained on.
     """
     kind, mine = model_kind(plan.large), tokens / plan.parameters()
-    start = f"in short, at {human(mine)} tokens per parameter"
-    title = (
-        f"{start} (a share saved is of the training FLOPs from scratch to the same loss; growkern "
-        "measured models of at most 2 million parameters):"
-    )
     if plan.upcycling:
-        return (f"{start}: a mixture beside its dense model: {DOCS}/upcycling.md",)
+        return ({"wanted": "a mixture", "do": f"see {DOCS}/upcycling.md", "measured": "there"},)
     answers, (axis, times) = defaultdict(list), _growth(plan)
     of_growth = [
         row
@@ -119,7 +114,10 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
         if not near and _answer(beyond, question) == QUESTIONS[question][2]:
             near = beyond
         answers[_says(near, question)].append(words)
-    return title, *(f"  {', '.join(words)}: {answer}" for answer, words in answers.items())
+    return tuple(
+        {"wanted": ", ".join(words), "do": do, "measured": measured}
+        for (do, measured), words in answers.items()
+    )
 
 
 def distance(mine: float, row: Row) -> float:
@@ -159,10 +157,10 @@ def _answer(rows: Sequence[Row], question: str) -> str:
     return otherwise if few or 2 * signs.count(-1) > len(rows) else PILOT
 
 
-def _says(rows: Sequence[Row], question: str) -> str:
-    """What to do, how many saved and how much, and who measured."""
+def _says(rows: Sequence[Row], question: str) -> tuple[str, str]:
+    """What to do, and how many saved, how much, and who measured."""
     if not rows:
-        return f"{PILOT} (not measured for such a growth at about as many tokens)"
+        return PILOT, "not for such a growth at about as many tokens"
     signs = [_saves(_figure(row, question)) for row in rows]
     # of another question the share is another one
     saved = [row[question] for row, x in zip(rows, signs, strict=True) if x > 0 and row[question]]
@@ -171,10 +169,8 @@ def _says(rows: Sequence[Row], question: str) -> str:
     tokens = sorted({row["tokens"] for row in rows})
     at = " to ".join(f"{x:g}" for x in dict.fromkeys([tokens[0], tokens[-1]]))
     who = ", ".join(dict.fromkeys(row["citation"].split(",")[0] for row in rows))
-    return (
-        f"{_answer(rows, question)} (measured at {at}: saved in {signs.count(1)} of "
-        f"{counted(len(rows), 'comparison')}{much}, by {who})"
-    )
+    saved_in = f"saved in {signs.count(1)} of {counted(len(rows), 'comparison')}"
+    return _answer(rows, question), f"at {at}: {saved_in}{much}, by {who}"
 
 
 def _saves(figure: str) -> int:

@@ -38,7 +38,7 @@ def losses_of(logs: Mapping[str, Any]) -> dict[str, float]:
     """
     found = {}
     if "loss" in logs:
-        found[LABEL_LOSS if "mlm" in logs else "loss"] = logs.get("mlm", logs["loss"])
+        found[LABEL_LOSS if "label_loss" in logs else "loss"] = logs.get("label_loss", logs["loss"])
         if "kl" in logs:
             found["kl"] = logs["kl"]
         if logs.get("alpha"):
@@ -72,7 +72,7 @@ def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
     A loss of another step than the last one is printed with its step.
     """
     losses = []
-    for name, text in {"mlm": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}.items():
+    for name, text in {"label_loss": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}.items():
         lines = [line for line in history if name in line]
         if lines:
             place = "" if lines[-1]["step"] == step else f" at step {lines[-1]['step']}"
@@ -88,7 +88,7 @@ def warn_of_divergence(history: Sequence[Mapping[str, Any]], since: int) -> None
     """
     for name, text, least, last in (
         ("eval_loss", VALIDATION_LOSS, since, 1),
-        ("mlm", LABEL_LOSS, since + 1, 3),
+        ("label_loss", LABEL_LOSS, since + 1, 3),
     ):
         # of two evaluations at a step, the second is that of the grown model
         losses = {x["step"]: x[name] for x in history if name in x and x["step"] >= least}

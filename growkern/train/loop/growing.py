@@ -386,7 +386,7 @@ class GrowthInRun:
             return {}
         last = lines[-1] if lines else {}
         sizes = {f"growth/{name}": new for name, (_, new) in changes.items()}
-        before = {"growth/loss_before": last.get("mlm", last["loss"])} if last else {}
+        before = {"growth/loss_before": last.get("label_loss", last["loss"])} if last else {}
         # the smaller model, which the run may not have, and then the larger one
         found = [x["eval_loss"] for x in history if x["step"] == self.since and "eval_loss" in x]
         ends = ("growth/eval_loss_before", "growth/eval_loss_after")[not self.grown :]

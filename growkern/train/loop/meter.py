@@ -111,7 +111,7 @@ class Meter:
 
     def add_parts(self, parts: LossParts, labelled_rows: Tensor, kl_rows: Tensor) -> None:
         """Add the parts of the loss of one batch."""
-        self.add("mlm", parts.mlm, labelled_rows)
+        self.add("label_loss", parts.mlm, labelled_rows)
         if parts.kl is not None and parts.top1_agreement is not None:
             self.add("kl", parts.kl, kl_rows)
             self.add("top1_agreement", parts.top1_agreement, kl_rows)

@@ -117,9 +117,9 @@ def test_a_run_file_trains_as_python_does(load, tmp_path):
         train_dataset=PAIRS, eval_dataset=PAIRS,
     )  # fmt: skip
     trainer.train()
-    expected = [line for line in trainer.state.log_history if "mlm" in line]
-    found = [line for line in log if "mlm" in line]
-    for name in ("loss", "mlm", "kl", "depth", "flops"):
+    expected = [line for line in trainer.state.log_history if "label_loss" in line]
+    found = [line for line in log if "label_loss" in line]
+    for name in ("loss", "label_loss", "kl", "depth", "flops"):
         assert [line.get(name) for line in found] == [line.get(name) for line in expected], name
     evaluated = [line["eval_loss"] for line in log if "eval_loss" in line]
     assert evaluated[-1] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-6)

@@ -83,7 +83,7 @@ def write(folder, text, name="run.toml", **changes):
 
 def history(directory):
     lines = json.loads((directory / "trainer_state.json").read_text())["log_history"]
-    keys = ("loss", "eval_loss", "mlm", "epoch", "step")
+    keys = ("loss", "eval_loss", "label_loss", "epoch", "step")
     return [{key: line[key] for key in keys if key in line} for line in lines]
 
 

@@ -116,7 +116,7 @@ def test_the_state_grows_and_the_rest_goes_on(family, straight, watched, tmp_pat
     assert [line["growth"] for line in events.values()] == [1, 2]
     for one, (step, line) in zip(growth, events.items(), strict=True):
         assert step == one.at_step + 1
-        assert line["growth/loss_before"] == logged[one.at_step]["mlm"]
+        assert line["growth/loss_before"] == logged[one.at_step]["label_loss"]
         assert one.sizes.items() <= {k.removeprefix("growth/"): v for k, v in line.items()}.items()
 
     # the independent way: the checkpoint of the smaller model, loaded and grown by hand

@@ -24,7 +24,9 @@ def lines(path, every, empty=EMPTY, kl_rows="labels"):
         train_dataset=data,
     )
     trainer.train()
-    return losses_of(trainer), [line["mlm"] for line in trainer.state.log_history if "mlm" in line]
+    return losses_of(trainer), [
+        line["label_loss"] for line in trainer.state.log_history if "label_loss" in line
+    ]
 
 
 @pytest.mark.parametrize("kl_rows", ["labels", "all"])

@@ -81,23 +81,25 @@ def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
     history = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
     lines = [line for line in history if "loss" in line]
     last = [line for line in history if "eval_loss" in line][-1]
-    ends = f"label loss {lines[-1]['mlm']:.4f}, validation loss {last['eval_loss']:.4f}"
+    ends = f"label loss {lines[-1]['label_loss']:.4f}, validation loss {last['eval_loss']:.4f}"
     assert f"finished  6 steps, {ends}\n" in said
     # the first step learns from the teacher too: its loss is no loss of labels
-    both = (lines[0]["mlm"] + lines[0]["kl"]) / 2
+    both = (lines[0]["label_loss"] + lines[0]["kl"]) / 2
     assert lines[0]["alpha"] == 0.5 and lines[0]["loss"] == pytest.approx(both, rel=1e-4)
     for line in lines:
         taught = f", kl {line['kl']:.4f}" if "kl" in line else ""
         objective = f", objective {line['loss']:.4f}" if line["alpha"] else ""
-        shown = f"step {line['step']} of 6: label loss {line['mlm']:.4f}{taught}{objective}, lr "
+        shown = (
+            f"step {line['step']} of 6: label loss {line['label_loss']:.4f}{taught}{objective}, lr "
+        )
         assert said.count(shown) == 1
-    assert "mlm" not in said and "flops" not in said
+    assert "label_loss " not in said and "flops" not in said
     assert "clm: predicts the next token\n" in said
     assert {*TASKS, "auto"} == {*get_args(Objective)}
 
 
 def test_a_loss_of_another_step_is_printed_with_its_step():
-    log = [{"step": 1, "mlm": 6.0}, {"step": 3, "eval_loss": 5.0}, {"step": 4, "flops": 1.0}]
+    log = [{"step": 1, "label_loss": 6.0}, {"step": 3, "eval_loss": 5.0}, {"step": 4, "flops": 1.0}]
     assert last_losses(log, 4) == "label loss 6.0000 at step 1, validation loss 5.0000 at step 3"
     assert last_losses(log, 3) == "label loss 6.0000 at step 1, validation loss 5.0000"
     assert last_losses(log[:1], 1) == "label loss 6.0000"

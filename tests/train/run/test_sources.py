@@ -57,16 +57,16 @@ def test_each_row_learns_from_the_teacher_of_its_source(family, kl_rows, tmp_pat
     causal, rows = family == "gpt2", data.rows
     labels = torch.cat([row["labels"] for row in rows])
     items = int((labels[:, 1:] if causal else labels).ne(-100).sum())
-    terms = {"mlm": 0.0, "kl": 0.0}
+    terms = {"label_loss": 0.0, "kl": 0.0}
     kl_items = items if kl_rows == "labels" else labels.numel()
     for source, teacher in teachers.items():
         own = [row for row, name in zip(rows, SOURCES, strict=True) if name == source]
         batch = {k: torch.cat([row[k] for row in own]) for k in own[0]}
         kind = {"causal": causal, "kl_rows": kl_rows}
         truth = [copy.deepcopy(teacher).double()]
-        terms["mlm"] += plain_loss(twin, [], batch, **kind, num_items=items)
+        terms["label_loss"] += plain_loss(twin, [], batch, **kind, num_items=items)
         terms["kl"] += plain_loss(twin, truth, batch, **kind, alpha=1.0, num_items=kl_items)
-    expected = (terms["mlm"] + terms["kl"]) / 2
+    expected = (terms["label_loss"] + terms["kl"]) / 2
     expected.backward()
     assert losses_of(trainer) == pytest.approx([expected.item()], rel=1e-5)
     line = trainer.state.log_history[0]

@@ -81,7 +81,9 @@ def test_a_stop_changes_no_line_of_the_log(tmp_path):
             trainer.train()
         if stops:
             trainer.train(resume_from_checkpoint=True)
-        logged.append([(x["step"], x["loss"], x["mlm"]) for x in trainer.state.log_history[:2]])
+        logged.append(
+            [(x["step"], x["loss"], x["label_loss"]) for x in trainer.state.log_history[:2]]
+        )
     assert logged[0] == logged[1] and [x[0] for x in logged[0]] == [4, 8]
 
 

@@ -120,7 +120,9 @@ def test_a_run_that_diverges_says_so(tmp_path, recwarn, rate, name):
 def test_noise_and_growth_are_no_divergence(recwarn, losses, since, said):
     """Texts are label losses, logged a step later than evaluations are."""
     history = [
-        {"step": n + 1, "mlm": float(x)} if isinstance(x, str) else {"step": n, "eval_loss": x}
+        {"step": n + 1, "label_loss": float(x)}
+        if isinstance(x, str)
+        else {"step": n, "eval_loss": x}
         for n, x in enumerate(losses)
     ]
     if since and isinstance(losses[0], float):
