@@ -9,6 +9,8 @@ from growkern.files import parse_toml
 
 # the pages that messages point to
 DOCS = "https://github.com/growkern/growkern/blob/main/docs"
+# of a class that transformers does not have
+WIDEN = f"growkern.widen grows models of any class: {DOCS}/own_models.md"
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The commands `growkern verify` and `growkern family draft`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -136,28 +136,20 @@ def draft(
     """Draft a table for SRC, a model without one, and check it. Exit 1 if it is not verified."""
     if output is not None and table is not None:
         raise GrowthError("--output has no effect with --table, which drafts nothing: give one")
-    from growkern.growth.source import located, read_config
+    from growkern.growth.draft import draft_family
+    from growkern.growth.own_table import check_table
+    from growkern.growth.source import located
 
     silence_transformers()
     place = located(source, weights=False)
-    if table is not None:
-        from growkern.growth.own_table import check_table
-
-        report = check_table(table, place)
-        show(report, as_json)
-        if not report.ok:
-            raise typer.Exit(1)
-        return
-    from growkern.growth.draft import draft_family
-
-    drafted = draft_family(read_config(place, any_family=True))
+    made: Any = draft_family(place) if table is None else check_table(table, place)
     if output is not None:
-        write_whole(output, lambda file: file.write_text(drafted.toml, encoding="utf-8"))
-    if output is not None or as_json:
-        show(drafted, as_json)
+        write_whole(output, lambda file: file.write_text(made.toml, encoding="utf-8"))
+    if output is not None or table is not None or as_json:
+        show(made, as_json)
     else:
         # it may go into a file
-        for line in drafted.toml.splitlines():
+        for line in made.toml.splitlines():
             say(line)
-    if not drafted.verified:
+    if not made.verified:
         raise typer.Exit(1)

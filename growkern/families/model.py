@@ -19,6 +19,7 @@ from growkern.errors import GrowthError, TableError, UnfitError, reason
 from growkern.families.family import Family, field_faults
 from growkern.families.spec import ANY, Row, Size, SpaceSpec, TensorSpec, holds
 from growkern.families.table_files import load_family, shipped_table, supported_families
+from growkern.package import WIDEN
 
 # of a tensor that files hold in parts: of every part of its second axis, the name for each expert
 Names = tuple[tuple[str, ...], ...]
@@ -55,7 +56,7 @@ class ModelSpec:
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
         """Load the table of the config's family, unless there is one, and check that it fits."""
         family = family or load_family(config.model_type)
-        if family.table and (faults := [*field_faults(family, config)]):
+        if family.table and (faults := [*class_faults(class_name), *field_faults(family, config)]):
             raise TableError(faults)
         model = cls(family.of_class(class_name), config, class_name)
         family = model.family
@@ -511,6 +512,15 @@ class ModelSpec:
                 stored=None if tensor.stored is None else f"{tensor.stored}.{kind}",
                 files=tuple(f"{file}.{kind}" for file in tensor.files),
             )
+
+
+def class_faults(*names: str) -> Iterator[str]:
+    """Classes of a table that transformers does not have, one line each."""
+    import transformers
+
+    for name in names:
+        if not hasattr(transformers, name):
+            yield f"classes.{name}: no class of transformers {transformers.__version__}; {WIDEN}"
 
 
 def known_type(data: Mapping[str, Any]) -> Any:

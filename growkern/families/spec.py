@@ -362,6 +362,7 @@ class Refusal:
     that differs from a field, or from a number."""
 
     KEY: ClassVar[str] = "field"
+    FORM: ClassVar[str] = 'FIELD = { value = V, why = "..." }'
 
     field: str
     why: str

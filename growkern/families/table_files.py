@@ -40,7 +40,7 @@ def _value(hint: Any, where: str, value: Any, faults: list[str], name: str = "")
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kinds = [kind for kind in options if kind is not NoneType]
     kind, entry = kinds[0], (*get_args(kinds[0]), None)[0]
-    wanted = "a table, such as { key = value }"
+    wanted = f"a table, such as {{ {getattr(entry, 'FORM', 'key = value')} }}"
     if kind is Any or type(value) in kinds:
         return value
     if {*kinds} <= PLAIN.keys():
@@ -71,7 +71,8 @@ def _record(cls: Any, where: str, entry: Any, faults: list[str], name: str = "")
         entry = {plain[type(entry)]: entry}
     if not isinstance(entry, Mapping):
         kinds = "".join(f"{PLAIN[kind]} or " for kind in plain)
-        wanted = f"{kinds}a table, such as {{ key = value }}"
+        form = getattr(cls, "FORM", "FIELD = { key = value }").removeprefix("FIELD = ")
+        wanted = f"{kinds}a table, such as {form}"
         faults.append(f"{where}: {reprlib.repr(entry)} must be {wanted}")
         return None
     own = getattr(cls, "KEY", None)

@@ -8,10 +8,11 @@ evenly and unevenly, and in all of them at once, and its outputs are compared in
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from operator import attrgetter
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +29,7 @@ from growkern.families import (
     NORM_KINDS,
     Family,
     ModelSpec,
+    class_faults,
     field_faults,
     growable_fields,
     read_family,
@@ -59,6 +60,8 @@ NO_FIELDS = {
 }
 # sizes of a growth that are named one by one
 MOST_NAMED = 3
+# of a growth, the worst last. Refusals say nothing of a table
+VERDICTS = ("refused", "exact", "approximate", "changed", "wrong")
 # standard deviations of weights, and of what norms multiply by
 SPREAD, GAIN = 0.3, 0.4
 
@@ -85,19 +88,39 @@ class TableReport:
     growths: tuple[SizeCheck, ...]
 
     @property
-    def ok(self) -> bool:
+    def verified(self) -> bool:
         """True if the table describes the model, a growth was exact, and no plan was wrong."""
         verdicts = {growth.verdict for growth in self.growths} & {"exact", "wrong"}
         return not self.faults and verdicts == {"exact"}
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {"ok": self.ok, "faults": [*self.faults], "growths": [*map(asdict, self.growths)]}
+        return {
+            "ok": self.verified,
+            "faults": [*self.faults],
+            "growths": [*map(asdict, self.growths)],
+        }
 
-    def table(self) -> Any:
-        """The report as a rich renderable."""
+    @property
+    def sizes(self) -> dict[str, dict[str, str]]:
+        """Verdict -> the sizes for whose growths alone it is the worst one, and why."""
+        growths = sorted(self.growths, key=lambda growth: VERDICTS.index(growth.verdict))
+        worst = {m[1]: g for g in growths if (m := re.fullmatch(r"(\S+) \d+ -> \d+", g.sizes))}
+        said = [(g.verdict, size, " ".join(g.why.split())) for size, g in worst.items()]
+        return {word: {size: why for one, size, why in said if one == word} for word in VERDICTS}
+
+    @property
+    def notes(self) -> list[str]:
+        """Whether the table is verified, and which sizes it grows, one line per verdict."""
+        word = "verified by growing a tiny model" if self.verified else "NOT verified"
+        grown = [(verdict, self.sizes[verdict]) for verdict in VERDICTS[1:-1]]
+        return [word, *(f"{verdict} in: {', '.join(names)}" for verdict, names in grown if names)]
+
+    def table(self, more: Iterable[str] = ()) -> Any:
+        """The report as a rich renderable, which ends with `more`, or else with its notes."""
         if self.faults:
-            return Group(*(Text(fault, "red") for fault in self.faults))
+            # rows to paste stay whole
+            return Text("\n".join(self.faults), "red", no_wrap=True, overflow="ignore")
         table = Table(title="a tiny model, grown", title_justify="left")
         for name in ("growth", "verdict", "error of outputs"):
             table.add_column(name, justify="right" if name.startswith("error") else "left")
@@ -106,8 +129,8 @@ class TableReport:
             error = "" if check.error is None else f"{check.error:.1e}"
             verdict = Text(check.verdict, colors.get(check.verdict, "yellow"))
             table.add_row(check.sizes, verdict, error)
-        notes = [f"{check.sizes}: {check.why}" for check in self.growths if check.why]
-        return Group(table, *(Text(note) for note in notes))
+        whys = [f"{check.sizes}: {check.why}" for check in self.growths if check.why]
+        return Group(table, *map(Text, (*whys, *(more or self.notes))))
 
 
 def check_table(path: str | Path | Family, directory: Path) -> TableReport:
@@ -139,7 +162,8 @@ def check_family(family: Family, config: Any, class_name: str) -> TableReport:
 
 def faults_of(family: Family, config: Any) -> tuple[str, ...]:
     """Where a table differs from the classes of a config, one line each."""
-    if faults := [*field_faults(family, config), *_list_faults(family, config)]:
+    own = [*class_faults(*family.classes), *field_faults(family, config)]
+    if faults := own or [*_list_faults(family, config)]:
         return tuple(faults)
     specs = (ModelSpec.of(config, class_name, family) for class_name in family.classes)
     return tuple(fault for spec in specs for fault in _class_faults(spec))
@@ -174,9 +198,6 @@ def _refuses(config: Any, fields: dict[str, Any]) -> bool:
 
 def _class_faults(spec: ModelSpec) -> Iterator[str]:
     """Tensors of a class that have no row, rows without a tensor, other shapes and other ties."""
-    if not hasattr(transformers, spec.class_name):
-        yield f"classes.{spec.class_name}: transformers has no such class"
-        return
     with torch.device("meta"):
         model = untrained_model(spec)
     # some classes change a field
@@ -196,16 +217,32 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
                 f"{spec.class_name}: {row}, axes [{axes}], gives {list(spec.shapes[name])}, but "
                 f"{name} has {list(shapes[name])}"
             )
-    for name in shapes.keys() - rows.keys():
+    for name in sorted(shapes.keys() - rows.keys()):
         like = ".".join("{l}" if part.isdigit() else part for part in name.split("."))
         if like not in seen:
             seen.add(like)
-            yield f"{spec.class_name}: no row for {name} {list(shapes[name])}: add {like!r}"
+            row = _likely_row(spec, like, shapes[name])
+            yield f"{spec.class_name}: no row for {name} {list(shapes[name])}: add {row}"
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name in {*ties} ^ {*spec.ties} if spec.shares else ():
         owner = ties.get(name)
         fix = f'add tied = "{owner}"' if owner else "remove `tied` from its row"
         yield f"{spec.class_name}: {name} is {'' if owner else 'not '}tied: {fix}"
+
+
+def _likely_row(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> str:
+    """The row of a tensor, to paste, with the first axes that are as long as its own."""
+    own, axes = spec.family.classes[spec.class_name], list[str]()
+    (part, *_) = own.body if name.startswith(own.prefix) or not own.heads else own.heads
+    for word, length in zip(["write", *["read"] * len(shape)], shape, strict=False):
+        # what a matrix reads has passed a norm
+        spaces = sorted(spec.family.spaces, key=lambda x: (x == "stream") == (word == "read"))
+        known = [*(f"{word}:{space}" for space in spaces), *spec.family.config]
+        axes.append(next((axis for axis in known if spec.axis_size(axis) == length), "*"))
+    name, keys = name.removeprefix(own.prefix), f"axes = {json.dumps(axes)}"
+    if "norm" in name and axes == ["write:stream"] and "normed" in spec.family.spaces:
+        name, keys = name.removesuffix(".weight"), 'norm = "stream>normed"'
+    return f'to [tensors.{part}], if its axes are these: "{name}" = {{ {keys} }}'
 
 
 def _tiny(spec: ModelSpec, *, flat: bool = False) -> Any:

@@ -308,9 +308,12 @@ def check_names_and_shapes(
                 "does not have: load the model with transformers and save it again to leave it out"
             )
         if shape != expected[name]:
+            said, fix = "its config", OTHER_CHECKPOINT
+            if model.family.table is not None:
+                said, fix = "its row in the table", "check that row"
             raise GrowthError(
-                f"{where}: {name} has shape {list(shape)}, but its config says "
-                f"{list(expected[name])}: {OTHER_CHECKPOINT}"
+                f"{where}: {name} has shape {list(shape)}, but {said} says "
+                f"{list(expected[name])}: {fix}"
             )
 
 

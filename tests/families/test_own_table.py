@@ -204,7 +204,7 @@ def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
     attention = '[attention]\npositions = "rotary"\nscale = "head_dim"\n[tensors.trunk]'
     table.write_text(TABLE.replace("[tensors.trunk]", attention))
     report = check_table(table, place / "small")
-    assert not report.ok and not report.faults
+    assert not report.verified and not report.faults
     wrong = [growth.sizes for growth in report.growths if growth.verdict == "wrong"]
     assert wrong == ["head_dim 6 -> 12"]
     exact = " ".join(growth.sizes for growth in report.growths if growth.verdict == "exact")
@@ -216,11 +216,20 @@ def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
     ("before", "after", "fault"),
     [
         ('embed_tokens.weight"', 'embed.weight"', "gives model.embed.weight, .*'model.embed_tok"),
-        ('norm = { stored = "norm" }', "norm = []", "no row for model.norm.weight"),
+        (
+            'norm = { stored = "norm" }',
+            "norm = []",
+            r'to \[tensors.trunk\], .*: "norm" = { norm = "stream>normed" }$',
+        ),
         (
             '{ stored = "layers.{l}.attention.wk.weight" }',
             '{ axes = ["write:q", "read:normed"] }',
             r"k_proj.weight', axes \[write:q, read:normed\], gives \[24, 24\], but .* \[12, 24\]",
+        ),
+        (
+            '"layers.{l}.self_attn.k_proj.weight" = { stored',
+            '"layers.{l}.self_attn.k_proj.weight" = []\nx = { stored',
+            r': "layers.{l}.self_attn.k_proj.weight" = { axes = \["write:k", "read:normed"\] }$',
         ),
         ("wv.weight", "wV.weight", "v_proj.weight, .*wV.weight in files, is missing"),
         (
@@ -244,12 +253,30 @@ def test_check_names_what_differs_from_the_model(place, tmp_path, before, after,
         growkern.plan(place / "small", family=table, hidden_size=48)
 
 
+def test_a_class_of_ones_own_is_sent_to_widen(place, tmp_path):
+    table = tmp_path / "table.toml"
+    table.write_text(TABLE + '[classes]\nOwnModel = { body = ["trunk"] }\n')
+    (fault,) = check_table(table, place / "small").faults
+    assert re.search("classes.OwnModel: no class of .*widen", fault)
+
+    own = type("OwnConfig", (transformers.LlamaConfig,), {"model_type": "own"})
+    own().save_pretrained(tmp_path)
+    for given, fault in [
+        (own(architectures=["OwnModel"]), r"^OwnModel is no class .*; growkern\.widen"),
+        (tmp_path, r"has no model_type 'own'.*growkern\.widen"),
+        (3, "config is an int: give a config of transformers"),
+    ]:
+        with pytest.raises(growkern.GrowthError, match=fault):
+            growkern.draft_family(given)
+
+
 def test_a_wrong_table_gets_one_line_per_fault(tmp_path):
     table = tmp_path / "table.toml"
     wrong = '[norm]\nkind = "rms"\n[spaces]\nq = { kind = "heads", haeds = "x" }\n[tensors.trunk]'
     table.write_text(TABLE.replace("[tensors.trunk]", wrong).replace('"tok_em', '3 # "tok_em'))
     with pytest.raises(growkern.GrowthError, match="no TOML"):
         read_family(table)
+    wrong = wrong.replace("[spaces]", "[refuse]\nx = true\n[spaces]")
     table.write_text(TABLE.replace("[tensors.trunk]", wrong).replace('"norm" }', "3 }"))
     with pytest.raises(TableError) as refused:
         read_family(table)
@@ -260,6 +287,7 @@ def test_a_wrong_table_gets_one_line_per_fault(tmp_path):
         "T.norm: no 'eps': add it",
         "T.spaces.q: unknown key 'haeds'; did you mean 'heads'?",
         "T.tensors.trunk.norm.stored: 3 must be a text",
+        'T.refuse.x: True must be a table, such as { value = V, why = "..." }',
     ]
 
 
@@ -288,7 +316,7 @@ def checked(model_type, break_it, tmp_path):
 
 def test_a_right_table_of_a_mixture_with_groups_is_right(tmp_path):
     report = checked("glm4_moe", lambda table: None, tmp_path)
-    assert report.ok and not report.faults
+    assert report.verified and not report.faults
     assert sum(growth.verdict == "exact" for growth in report.growths) > 12
 
 
@@ -324,7 +352,7 @@ def of(part, name, axes):
 )
 def test_check_finds_what_an_even_growth_hides(model_type, break_it, tmp_path):
     report = checked(model_type, break_it, tmp_path)
-    assert not report.ok and not report.faults
+    assert not report.verified and not report.faults
 
 
 # tiny models of these once did not run: a share of a head turns, a config lies within another,
@@ -352,7 +380,7 @@ def test_a_table_may_call_the_size_of_its_ffn_by_any_name(tmp_path):
         table["config"]["units"] = table["config"].pop("ffn")
         table["spaces"]["ffn"]["size"] = "units"
 
-    assert checked("bert", rename, tmp_path).ok
+    assert checked("bert", rename, tmp_path).verified
 
 
 def test_names_of_experts_in_files_begin_as_the_table_says(tmp_path):

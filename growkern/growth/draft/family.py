@@ -6,13 +6,13 @@ import copy
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import transformers
-from rich.console import Group
-from rich.text import Text
 from transformers.models.auto import modeling_auto as auto
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.families import ModelSpec, load_family, own_family, supported_families
 from growkern.files import parse_toml, toml_lines
@@ -21,10 +21,13 @@ from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import table_of
 from growkern.growth.draft.walk import Walk
 from growkern.growth.own_table import TableReport, check_family, faults_of, growths_of
-from growkern.growth.source import leave_out_quantisation, quantisation_of, what_leads_on
-
-# of a growth, the worst last. Refusals say nothing of a table
-VERDICTS = ("refused", "exact", "approximate", "changed", "wrong")
+from growkern.growth.source import (
+    leave_out_quantisation,
+    located,
+    quantisation_of,
+    read_config,
+    what_leads_on,
+)
 
 ROTARY = r'"positions": "rotary"[^}]*'
 # what no value shows but may be true of a table -> patterns of its JSON, all of them there, and
@@ -79,30 +82,21 @@ class DraftedFamily:
     @property
     def verified(self) -> bool:
         """True if a growth of a tiny model was exact, and no plan was wrong."""
-        return self.report.ok
+        return self.report.verified
 
     @property
     def refused(self) -> dict[str, str]:
         """Size -> why the check could not grow it, neither evenly nor unevenly."""
-        return self._sizes["refused"]
-
-    @property
-    def _sizes(self) -> dict[str, dict[str, str]]:
-        """Verdict -> the sizes for whose growths alone it is the worst one, and why."""
-        growths = sorted(self.report.growths, key=lambda growth: VERDICTS.index(growth.verdict))
-        worst = {m[1]: g for g in growths if (m := re.fullmatch(r"(\S+) \d+ -> \d+", g.sizes))}
-        said = [(g.verdict, size, " ".join(g.why.split())) for size, g in worst.items()]
-        return {word: {size: why for one, size, why in said if one == word} for word in VERDICTS}
+        return self.report.sizes["refused"]
 
     @property
     def _notes(self) -> list[str]:
         """Whether the table is verified, what it grows, and what is assumed, refused and wrong."""
         name, flags = next(reversed(self.content["classes"])), self.content.get("refuse", {})
-        word = "verified by growing a tiny model" if self.verified else "NOT verified"
-        grown = [(word, [*self._sizes[word]]) for word in VERDICTS[1:-1]]
+        word, *grown = self.report.notes
         return [
             f"drafted from {name}, {word}; measured, but for what is assumed",
-            *(f"{word} in: {', '.join(names)}" for word, names in grown if names),
+            *grown,
             *(f"refused: {size}: {why}" for size, why in self.refused.items()),
             *(f"assumed: {line}" for line in self.assumed),
             *(f"refused: {k}={r.get('value', 'another')}: {r['why']}" for k, r in flags.items()),
@@ -122,11 +116,11 @@ class DraftedFamily:
 
     def table(self) -> Any:
         """The check and the notes as a rich renderable."""
-        return Group(self.report.table(), *map(Text, self._notes))
+        return self.report.table(self._notes)
 
 
 def draft_family(config: Any) -> DraftedFamily:
-    """Draft a family table from a config of transformers, and check it.
+    """Draft a family table from a config of transformers, or a directory with one, and check it.
 
     Models with one stack of layers that read text. Only the values in this config have to be right;
     others become refusals. No weights are needed, and no code but transformers' runs.
@@ -134,6 +128,10 @@ def draft_family(config: Any) -> DraftedFamily:
     Raises:
         GrowthError: something in the class fits no rule; it names one tensor and the nearest table.
     """
+    if isinstance(config, str | Path):
+        config = read_config(located(config, weights=False), any_family=True)
+    wanted = "a config of transformers, such as model.config, or a directory with a config.json"
+    check_kind("config", config, transformers.PreTrainedConfig, wanted)
     tensors: Shapes = {}
     try:
         cls = class_for(config)
@@ -210,6 +208,9 @@ def class_for(config: Any) -> Any:
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return cls
+    for name in config.architectures or ():
+        if not hasattr(transformers, name):
+            raise GrowthError(f"{name} is no class of transformers {transformers.__version__}")
     raise GrowthError(
         f"{config.model_type}: transformers {transformers.__version__} has no class for it that "
         'predicts tokens: name one in "architectures"'

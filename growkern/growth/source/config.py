@@ -37,6 +37,7 @@ from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.files import refuse_links_out
 from growkern.growth.source.refused import config_directory
 from growkern.growth.source.unknown import refuse_unknown
+from growkern.package import WIDEN
 
 # they say where a config lies, who wrote it, and the class, which a plan has beside its config
 NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures")
@@ -157,7 +158,7 @@ def check_config(
     if kind not in transformers.CONFIG_MAPPING:
         raise GrowthError(
             f"{file}: transformers {transformers.__version__} has no model_type {kind[:100]!r}; "
-            "code of a checkpoint is never run"
+            f"code of a checkpoint is never run; {WIDEN}"
         )
     config_class = transformers.CONFIG_MAPPING[kind]
     check_names(file, data, config_class)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from growkern.errors import GrowthError, counted
 from growkern.families import known_type, load_family, supported_families
-from growkern.package import DOCS
+from growkern.package import DOCS, WIDEN
 
 # what a model has, by the names of tensors and keys that its nearest family lacks
 OBSTACLES = (
@@ -72,6 +72,7 @@ def what_leads_on(config: Any, tensors: Tensors) -> str:
         "extend its table by hand, and check yours with growkern family draft SRC --table "
         f"my.toml: {DOCS}/add_model.md"
     )
+    by_hand = by_hand if _is_known(config.model_type) else WIDEN
     return f"{what}; {TEXT_ALONE if known_type(_text(data)) == nearest else by_hand}"
 
 
@@ -127,15 +128,23 @@ def _way(model_type: str, data: Mapping[str, Any], place: str, nearest: str) -> 
 
     if known_type(_text(data)) == nearest:
         return TEXT_ALONE
-    if model_type in transformers.CONFIG_MAPPING:
+    if _is_known(model_type):
         own = "growkern.draft_family(model.config)"
         command = f"growkern family draft {shlex.quote(place)}" if place else own
         return f"{command} writes a table of your own and checks it: {DOCS}/add_model.md"
     return (
         f"transformers {transformers.__version__} has no such class: if it computes as {nearest} "
-        f"does, put that model_type into config.json and run growkern plan {shlex.quote(place)}; "
-        f"growkern.widen grows models of any class: {DOCS}/own_models.md"
+        "does, put that model_type into config.json and run growkern plan "
+        f"{shlex.quote(place or 'SRC')}; {WIDEN}"
     )
+
+
+def _is_known(model_type: str) -> bool:
+    """True for a model of transformers itself: a class of the user's may be registered there."""
+    import transformers
+
+    kinds = transformers.CONFIG_MAPPING
+    return model_type in kinds and kinds[model_type].__module__.startswith("transformers.")
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -101,7 +101,7 @@ def test_whoever_drafts_a_table_can_plan_at_once(config, tmp_path):
     plan = growkern.plan(tmp_path, family=tmp_path / "my.toml", num_hidden_layers=40)
     assert drafted.verified
     assert ("fp8" in drafted.toml) is ("fp8" in plan.needs)
-    assert "fp8" not in plan.needs or check_table(tmp_path / "my.toml", tmp_path).ok
+    assert "fp8" not in plan.needs or check_table(tmp_path / "my.toml", tmp_path).verified
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -135,7 +135,7 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
     )
     checks = tuple(SizeCheck(n, v, why=why) for n, v, why in said)
     report = TableReport((), checks)
-    assert not TableReport((), checks[1:3]).ok
+    assert not TableReport((), checks[1:3]).verified
     drafted = DraftedFamily({"classes": {"A": {}}, "tensors": {"lm": {}}}, report, ())
     assert drafted.verified and drafted.refused == {"heads": "shape \x1b[4]"}
     assert parse_toml(drafted.toml) == drafted.content
