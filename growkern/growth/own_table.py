@@ -95,11 +95,7 @@ class TableReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {
-            "ok": self.verified,
-            "faults": [*self.faults],
-            "growths": [*map(asdict, self.growths)],
-        }
+        return {"ok": self.verified, **asdict(self)}
 
     @property
     def sizes(self) -> dict[str, dict[str, str]]:
@@ -150,14 +146,13 @@ def check_table(path: str | Path | Family, directory: Path) -> TableReport:
         except GrowthError as error:
             faults = (str(error),)
     name = (config.architectures or [next(iter(family.classes))])[0]
-    return TableReport(faults, ()) if faults else check_family(family, config, name)
+    return TableReport(faults, () if faults else tuple(growths_of(family, config, name)))
 
 
 def check_family(family: Family, config: Any, class_name: str) -> TableReport:
     """`check_table` without files."""
-    if faults := faults_of(family, config):
-        return TableReport(faults, ())
-    return TableReport((), tuple(growths_of(family, config, class_name)))
+    faults = faults_of(family, config)
+    return TableReport(faults, () if faults else tuple(growths_of(family, config, class_name)))
 
 
 def faults_of(family: Family, config: Any) -> tuple[str, ...]:
@@ -166,7 +161,7 @@ def faults_of(family: Family, config: Any) -> tuple[str, ...]:
     if faults := own or [*_list_faults(family, config)]:
         return tuple(faults)
     specs = (ModelSpec.of(config, class_name, family) for class_name in family.classes)
-    return tuple(fault for spec in specs for fault in _class_faults(spec))
+    return tuple(f"{spec.class_name}: {line}" for spec in specs for line in _class_faults(spec))
 
 
 def _list_faults(family: Family, config: Any) -> Iterator[str]:
@@ -206,28 +201,26 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
     rows = {tensor.name: tensor for tensor in spec.tensors}
     seen: set[str] = set()
     for name, tensor in rows.items():
-        row, axes = f"row {tensor.row.name!r}", ", ".join(tensor.axes)
-        if tensor.template in seen or shapes.get(name) == spec.shapes[name]:
+        row, shape, own = f"row {tensor.row.name!r}", shapes.get(name), [*spec.shapes[name]]
+        if tensor.template in seen or shape == tuple(own):
             continue
         seen.add(tensor.template)
-        if name not in shapes:
-            yield f"{spec.class_name}: {row} gives {name}, which it lacks{nearest(name, shapes)}"
+        if shape is None:
+            yield f"{row} gives {name}, which it lacks{nearest(name, shapes)}"
         else:
-            yield (
-                f"{spec.class_name}: {row}, axes [{axes}], gives {list(spec.shapes[name])}, but "
-                f"{name} has {list(shapes[name])}"
-            )
+            axes = ", ".join(tensor.axes)
+            yield f"{row}, axes [{axes}], gives {own}, but {name} has {[*shape]}"
     for name in sorted(shapes.keys() - rows.keys()):
         like = ".".join("{l}" if part.isdigit() else part for part in name.split("."))
         if like not in seen:
             seen.add(like)
             row = _likely_row(spec, like, shapes[name])
-            yield f"{spec.class_name}: no row for {name} {list(shapes[name])}: add {row}"
+            yield f"no row for {name} {[*shapes[name]]}: add {row}"
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name in {*ties} ^ {*spec.ties} if spec.shares else ():
         owner = ties.get(name)
         fix = f'add tied = "{owner}"' if owner else "remove `tied` from its row"
-        yield f"{spec.class_name}: {name} is {'' if owner else 'not '}tied: {fix}"
+        yield f"{name} is {'' if owner else 'not '}tied: {fix}"
 
 
 def _likely_row(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> str:
