@@ -121,8 +121,13 @@ IMAGES = {
     "gemma3": (4, (1, 3, 8, 8), {}),
     "gemma4": (1, (1, 4, 48), {"image_position_ids": CORNERS}),
     "kimi_k25": (1, (4, 3, 2, 2), {"image_grid_thw": torch.tensor([[1, 2, 2]])}),
+    "lfm2_vl": (
+        *(1, (1, 4, 48)),
+        {"spatial_shapes": torch.tensor([[2, 2]]), "pixel_attention_mask": torch.ones(1, 4).int()},
+    ),
     "llama4": (1, (1, 3, 8, 8), {}),
     "mistral3": (2, (1, 3, 8, 16), {"image_sizes": torch.tensor([[8, 16]])}),
+    "qwen2_vl": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen2_5_vl": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_vl": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_vl_moe": (4, (16, 96), {"image_grid_thw": GRID}),

@@ -383,6 +383,17 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**QWEN3_VL, "text_config": {**MOE3_5, **SECTIONS}, "vision_config": TOWER3_5},
         {},
     ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {
+            **QWEN_VL,
+            "vision_config": {
+                **{"depth": 1, "embed_dim": 8, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4},
+                "hidden_size": 24,
+            },
+        },
+        {},
+    ),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN_VL, {}),
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
@@ -708,6 +719,18 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             **{"num_hidden_layers": 3, "block_multiple_of": 5, "norm_eps": 1e-2},
         },
         {"conv_bias": True, "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_vl": (
+        "Lfm2VlForConditionalGeneration",
+        {
+            "text_config": {
+                **{**ROTARY, "layer_types": ["full_attention", "conv", "conv"], "norm_eps": 1e-2},
+                **{"num_hidden_layers": 3, "block_multiple_of": 5, "model_type": "lfm2"},
+            },
+            "vision_config": {**TOWER, "num_attention_heads": 2, "num_patches": 16},
+            **{"projector_hidden_size": 7, "image_token_id": IMAGE},
+        },
+        {"projector_bias": False, "projector_use_layernorm": False},
     ),
     "lfm2_moe": (
         "Lfm2MoeForCausalLM",
