@@ -165,10 +165,7 @@ def faults_of(family: Family, config: Any) -> tuple[str, ...]:
 
 
 def _list_faults(family: Family, config: Any) -> Iterator[str]:
-    """Lists with an entry for each layer that the table does not name.
-
-    A class that checks their length refuses a config with another layer.
-    """
+    """Lists with an entry for each layer, whose length the class checks, that have no key."""
     fields, text = family.fields(config), family.text(config)
     known = {*family.per_layer, *family.conditional("in"), family.depth.in_place}
     for key in family.stacks.values():
@@ -206,7 +203,8 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
             continue
         seen.add(tensor.template)
         if shape is None:
-            yield f"{row} gives {name}, which it lacks{nearest(name, shapes)}"
+            fix = f"to remove the row: {json.dumps(tensor.row.name)} = []"
+            yield f"{row} gives {name}, which it lacks ({fix}){nearest(name, shapes)}"
         else:
             axes = ", ".join(tensor.axes)
             yield f"{row}, axes [{axes}], gives {own}, but {name} has {[*shape]}"
@@ -214,7 +212,9 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
         like = ".".join("{l}" if part.isdigit() else part for part in name.split("."))
         if like not in seen:
             seen.add(like)
-            row = _likely_row(spec, like, shapes[name])
+            alike = re.escape(like).replace(re.escape("{l}"), r"\d+")
+            is_last = "{l}" in like and sum(bool(re.fullmatch(alike, x)) for x in shapes) == 1
+            row = _likely_row(spec, like, shapes[name], ', only = "last"' if is_last else "")
             yield f"no row for {name} {[*shapes[name]]}: add {row}"
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name in {*ties} ^ {*spec.ties} if spec.shares else ():
@@ -223,19 +223,20 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
         yield f"{name} is {'' if owner else 'not '}tied: {fix}"
 
 
-def _likely_row(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> str:
+def _likely_row(spec: ModelSpec, name: str, shape: tuple[int, ...], more: str) -> str:
     """The row of a tensor, to paste, with the first axes that are as long as its own."""
     own, axes = spec.family.classes[spec.class_name], list[str]()
     (part, *_) = own.body if name.startswith(own.prefix) or not own.heads else own.heads
     for word, length in zip(["write", *["read"] * len(shape)], shape, strict=False):
         # what a matrix reads has passed a norm
-        spaces = sorted(spec.family.spaces, key=lambda x: (x == "stream") == (word == "read"))
-        known = [*(f"{word}:{space}" for space in spaces), *spec.family.config]
+        kind = "stream" if word == "write" else "tied_output" if part in own.heads else "normed"
+        spaces = sorted(spec.family.spaces.values(), key=lambda space: space.kind != kind)
+        known = [*(f"{word}:{space.name}" for space in spaces), *spec.family.config]
         axes.append(next((axis for axis in known if spec.axis_size(axis) == length), "*"))
     name, keys = name.removeprefix(own.prefix), f"axes = {json.dumps(axes)}"
     if "norm" in name and axes == ["write:stream"] and "normed" in spec.family.spaces:
         name, keys = name.removesuffix(".weight"), 'norm = "stream>normed"'
-    return f'to [tensors.{part}], if its axes are these: "{name}" = {{ {keys} }}'
+    return f'to [tensors.{part}], if its axes are these: "{name}" = {{ {keys}{more} }}'
 
 
 def _tiny(spec: ModelSpec, *, flat: bool = False) -> Any:

@@ -215,7 +215,11 @@ def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [
-        ('embed_tokens.weight"', 'embed.weight"', "gives model.embed.weight, .*'model.embed_tok"),
+        (
+            'embed_tokens.weight"',
+            'embed.weight"',
+            r"gives model.embed.* = \[\]\).*'model.embed_tok",
+        ),
         (
             'norm = { stored = "norm" }',
             "norm = []",
