@@ -198,24 +198,24 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
     rows = {tensor.name: tensor for tensor in spec.tensors}
     seen: set[str] = set()
     for name, tensor in rows.items():
-        row, shape, own = f"row {tensor.row.name!r}", shapes.get(name), [*spec.shapes[name]]
-        if tensor.template in seen or shape == tuple(own):
+        row, found, own = f"row {tensor.row.name!r}", shapes.get(name), [*spec.shapes[name]]
+        if tensor.template in seen or found == tuple(own):
             continue
         seen.add(tensor.template)
-        if shape is None:
+        if found is None:
             fix = f"to remove the row: {json.dumps(tensor.row.name)} = []"
             yield f"{row} gives {name}, which it lacks ({fix}){nearest(name, shapes)}"
         else:
             axes = ", ".join(tensor.axes)
-            yield f"{row}, axes [{axes}], gives {own}, but {name} has {[*shape]}"
-    for name in sorted(shapes.keys() - rows.keys()):
+            yield f"{row}, axes [{axes}], gives {own}, but {name} has {[*found]}"
+    for name, shape in sorted((n, s) for n, s in shapes.items() if n not in rows):
         like = ".".join("{l}" if part.isdigit() else part for part in name.split("."))
         if like not in seen:
             seen.add(like)
             alike = re.escape(like).replace(re.escape("{l}"), r"\d+")
-            is_last = "{l}" in like and sum(bool(re.fullmatch(alike, x)) for x in shapes) == 1
-            row = _likely_row(spec, like, shapes[name], ', only = "last"' if is_last else "")
-            yield f"no row for {name} {[*shapes[name]]}: add {row}"
+            is_alone = [x for x in shapes if re.fullmatch(alike, x)] == [name] != [like]
+            only = f', only = "{"first" if ".0." in name else "last"}"' if is_alone else ""
+            yield f"no row for {name} {[*shape]}: add {_row(spec, like, shape, only)}"
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name in {*ties} ^ {*spec.ties} if spec.shares else ():
         owner = ties.get(name)
@@ -223,7 +223,7 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
         yield f"{name} is {'' if owner else 'not '}tied: {fix}"
 
 
-def _likely_row(spec: ModelSpec, name: str, shape: tuple[int, ...], more: str) -> str:
+def _row(spec: ModelSpec, name: str, shape: tuple[int, ...], more: str) -> str:
     """The row of a tensor, to paste, with the first axes that are as long as its own."""
     own, axes = spec.family.classes[spec.class_name], list[str]()
     (part, *_) = own.body if name.startswith(own.prefix) or not own.heads else own.heads

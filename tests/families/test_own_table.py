@@ -257,6 +257,19 @@ def test_check_names_what_differs_from_the_model(place, tmp_path, before, after,
         growkern.plan(place / "small", family=table, hidden_size=48)
 
 
+def test_a_tensor_of_the_last_layer_alone_gets_such_a_row(tmp_path):
+    config = transformers.GPTNeoXJapaneseConfig(num_hidden_layers=3)
+    table = shipped_table("gpt_neox") | {"model_type": config.model_type}
+    table |= {"config": {**table["config"], "ffn": 10240}, "classes": {}}
+    table["classes"]["GPTNeoXJapaneseForCausalLM"] = {
+        "body": ["trunk"],
+        "prefix": "gpt_neox_japanese.",
+    }
+    config.save_pretrained(tmp_path)
+    found = check_table(own_family("mine", table), tmp_path).faults
+    assert any('dense_bias" = { axes = ["write:stream"], only = "last" }' in x for x in found)
+
+
 def test_a_class_of_ones_own_is_sent_to_widen(place, tmp_path):
     table = tmp_path / "table.toml"
     table.write_text(TABLE + '[classes]\nOwnModel = { body = ["trunk"] }\n')
