@@ -117,6 +117,7 @@ IMAGE = 49
 GRID = torch.tensor([[1, 4, 4]])
 CORNERS = torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]])
 IMAGES = {
+    "cohere2_vision": (1, (1, 3, 8, 8), {}),
     "exaone4_5": (4, (16, 96), {"image_grid_thw": GRID}),
     "gemma3": (4, (1, 3, 8, 8), {}),
     "gemma4": (1, (1, 4, 48), {"image_position_ids": CORNERS}),

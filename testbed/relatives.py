@@ -278,12 +278,26 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ROTARY, **KINDS, "layer_norm_eps": 1e-2},
         {"attention_bias": True},
     ),
+    "cohere2_vision": (
+        "Cohere2VisionForConditionalGeneration",
+        {
+            "text_config": {**ROTARY, **KINDS, "layer_norm_eps": 1e-2, "model_type": "cohere2"},
+            "vision_config": {**TOWER, "num_attention_heads": 2, "image_size": 8},
+            **{"alignment_intermediate_size": 14, "image_token_id": IMAGE},
+        },
+        {},
+    ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         {**{k: v for k, v in ROTARY.items() if k != "head_dim"}, **GROUPS, **LATENT},
         {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
     ),
     "cwm": ("CwmForCausalLM", {**ROTARY, **KINDS, "rope_parameters": ROPE}, {"mlp_bias": True}),
+    "dots1": (
+        "Dots1ForCausalLM",
+        {**ROTARY, **KINDS, **GROUPS, "n_shared_experts": 2},
+        {**ONE_GROUP, "attention_bias": True, "n_shared_experts": 1},
+    ),
     "data2vec-text": ("Data2VecTextForMaskedLM", ENCODER, {}),
     "dinov2": (
         "Dinov2ForImageClassification",
