@@ -153,6 +153,15 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+def toml_text(table: dict[str, Any]) -> str:
+    """The text of a family's table as TOML."""
+    values = table | {"tensors": None} | {f"tensors.{k}": v for k, v in table["tensors"].items()}
+    lines = toml_lines({k: v for k, v in values.items() if not isinstance(v, dict)})
+    for name in (k for k, v in values.items() if isinstance(v, dict)):
+        lines += ["", f"[{name}]", *toml_lines(values[name])]
+    return "\n".join(lines) + "\n"
+
+
 def toml_lines(table: Mapping[str, Any]) -> list[str]:
     """The keys and values of a table as lines of TOML, without those that are None."""
     return [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in table.items() if v is not None]

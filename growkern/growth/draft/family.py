@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -14,12 +15,11 @@ from transformers.models.auto import modeling_auto as auto
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
-from growkern.families import ModelSpec, load_family, own_family, supported_families
-from growkern.files import parse_toml, toml_lines
-from growkern.growth.draft.probe import Shapes, failure, shapes, small_fields
-from growkern.growth.draft.sizes import Draft
+from growkern.families import ModelSpec, load_family, own_family
+from growkern.files import parse_toml, toml_text
+from growkern.growth.draft.probe import FITTING, Shapes, failure, shapes, small_fields
 from growkern.growth.draft.table import table_of
-from growkern.growth.draft.walk import Walk
+from growkern.growth.draft.walk import Draft, Walk
 from growkern.growth.own_table import TableReport, check_family, faults_of, growths_of
 from growkern.growth.source import (
     leave_out_quantisation,
@@ -92,14 +92,12 @@ class DraftedFamily:
     @property
     def _notes(self) -> list[str]:
         """Whether the table is verified, what it grows, and what is assumed, refused and wrong."""
-        name, flags = next(reversed(self.content["classes"])), self.content.get("refuse", {})
-        word, *grown = self.report.notes
+        name, (word, *grown) = next(reversed(self.content["classes"])), self.report.notes
         return [
             f"drafted from {name}, {word}; measured, but for what is assumed",
             *grown,
             *(f"refused: {size}: {why}" for size, why in self.refused.items()),
             *(f"assumed: {line}" for line in self.assumed),
-            *(f"refused: {k}={r.get('value', 'another')}: {r['why']}" for k, r in flags.items()),
             *(f"wrong: {g.sizes}: {g.why}" for g in self.report.growths if g.verdict == "wrong"),
         ]
 
@@ -107,7 +105,7 @@ class DraftedFamily:
     def toml(self) -> str:
         """The table as the text of a TOML file, which begins with the notes."""
         notes = (filter(str.isprintable, " ".join(note.split())) for note in self._notes)
-        return "".join(f"# {''.join(note)}\n" for note in notes) + _text(self.content)
+        return "".join(f"# {''.join(note)}\n" for note in notes) + toml_text(self.content)
 
     def to_dict(self) -> dict[str, Any]:
         """The draft as JSON values."""
@@ -140,8 +138,7 @@ def draft_family(config: Any) -> DraftedFamily:
             tensors, _ = shapes(cls, config)
         except Exception as error:
             if not inner:
-                why = failure(f"its config makes no {cls.__name__}", error)
-                raise GrowthError(why) from error
+                raise GrowthError(failure(f"its config makes no {cls.__name__}", error)) from error
         if inner:
             raise GrowthError(f"its config holds others, {', '.join(inner)}: a draft has one stack")
         config, (method, _) = copy.deepcopy(config), quantisation_of(config)
@@ -153,39 +150,21 @@ def draft_family(config: Any) -> DraftedFamily:
         ModelSpec.of(config, cls.__name__, family).check_sizes("its config")
         assumed += [f"its {method} weights stand for plain numbers"] if method else []
     except GrowthError as error:
-        if _has_table(config):
+        why = ""
+        with contextlib.suppress(GrowthError):
+            # the package may have a table, which may refuse a flag of this config
+            ModelSpec.of(config, [*load_family(config.model_type).classes][-1])
             why = f"{config.model_type} has a table: it needs no draft: growkern plan SRC"
-            raise GrowthError(why) from error
-        raise GrowthError(f"{error}; {what_leads_on(config, tensors)}") from error
+        raise GrowthError(why or f"{error}; {what_leads_on(config, tensors)}") from error
     return DraftedFamily(found, report, tuple(assumed))
-
-
-def _has_table(config: Any) -> bool:
-    """True if a table of the package describes this config, so that a draft has no use."""
-    if config.model_type not in supported_families():
-        return False
-    try:
-        ModelSpec.of(config, [*load_family(config.model_type).classes][-1])
-    except GrowthError:
-        # such as a flag that the table refuses
-        return False
-    return True
-
-
-def _text(table: dict[str, Any]) -> str:
-    values = table | {"tensors": None} | {f"tensors.{k}": v for k, v in table["tensors"].items()}
-    lines = toml_lines({k: v for k, v in values.items() if not isinstance(v, dict)})
-    for name in (k for k, v in values.items() if isinstance(v, dict)):
-        lines += ["", f"[{name}]", *toml_lines(values[name])]
-    return "\n".join(lines) + "\n"
 
 
 def _measured(cls: Any, config: Any) -> tuple[dict[str, Any], Any]:
     """The table of a class, and the config of its first small model that runs."""
     why = ""
-    for fields in small_fields(config):
+    for fitting in FITTING:
         try:
-            small = type(config)(**fields)
+            small = type(config)(**small_fields(config, *fitting))
             small.architectures, small.use_cache = [cls.__name__], False
             small._experts_implementation = "eager"
             draft = Draft(cls, small)
@@ -219,7 +198,7 @@ def class_for(config: Any) -> Any:
 
 def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any, TableReport, Any]:
     """The table, read back from its text, with those guesses that make fewer growths wrong."""
-    table = parse_toml(_text(table))
+    table = parse_toml(toml_text(table))
     report, assumed = check_family(own_family("draft", table), config, class_name), list[str]()
     wrong = {growth.sizes for growth in report.growths if growth.verdict == "wrong"}
     for why, edits in GUESSES.items():
@@ -228,7 +207,7 @@ def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any,
             continue
         for pattern, new in edits.items():
             text = re.sub(pattern, new, text)
-        edited = parse_toml(_text(json.loads(text)))
+        edited = parse_toml(toml_text(json.loads(text)))
         growths = growths_of(own_family("draft", edited), config, class_name, wrong)
         left = {growth.sizes for growth in growths if growth.verdict == "wrong"}
         if len(left) < len(wrong):

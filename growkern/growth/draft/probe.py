@@ -1,8 +1,4 @@
-"""A class with few units: which config field moves which axis, and what its modules compute.
-
-Shapes are those of the meta device, where nothing has memory. Values are those of a float64 model
-with random parameters. The config is that of the user, so the facts are those of the values in use.
-"""
+"""A class with few units: which config field moves which axis, and what its modules compute."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,22 +49,18 @@ SMALL = (
     (r"query_pre_attn_scalar", 10),
     (r"sliding_window|attention_window|window_size", 32),
 )
-# key heads and head_dim: the first that the class accepts
+# key heads and head_dim: the first with which the class runs
 KEY_HEADS, HEAD_DIM = "num_key_value_heads|num_kv_heads|n_head_kv", "(attention_)?head_dim"
 FITTING = ((2, 24), (2, 32), (4, 32), (4, 24), (2, None), (4, None))
 
 
-def small_fields(config: Any) -> Iterator[dict[str, Any]]:
-    """The config's fields with few units: sizes differ from each other as far as they may.
-
-    Several, as a class may run with the last of them alone.
-    """
+def small_fields(config: Any, key_heads: int, head_dim: int | None) -> dict[str, Any]:
+    """The config's fields with few units: sizes differ from each other as far as they may."""
     fields = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
     layers = next((v for k, v in fields.items() if re.fullmatch(SMALL[0][0], k)), 0)
-    for key_heads, head_dim in FITTING:
-        rules = (*SMALL, (KEY_HEADS, key_heads), (HEAD_DIM, head_dim))
-        given = {k: _small(k, v, layers, rules) for k, v in fields.items()}
-        yield {k: v for k, v in given.items() if v is not None}
+    rules = (*SMALL, (KEY_HEADS, key_heads), (HEAD_DIM, head_dim))
+    given = {k: _small(k, v, layers, rules) for k, v in fields.items()}
+    return {k: v for k, v in given.items() if v is not None}
 
 
 def _small(name: str, old: Any, layers: Any, rules: Iterable[tuple[str, Any]]) -> Any:
@@ -113,8 +105,7 @@ def probed(cls: Any, config: Any) -> tuple[Shapes, dict[str, str], dict[str, Sha
                 # classes raise errors of any type where sizes do not fit
                 continue
             break
-    _, ties = shapes(cls, type(config)(**{**fields, "tie_word_embeddings": True}))
-    return shapes(cls, config)[0], ties, changed
+    return *shapes(cls, type(config)(**{**fields, "tie_word_embeddings": True})), changed
 
 
 def failure(what: str, error: Exception) -> str:
@@ -125,11 +116,6 @@ def failure(what: str, error: Exception) -> str:
     lines = (str(frame.line) for frame in frames if "/models/" in frame.filename)
     said = (f", in `{line}`" for line in lines if not line.startswith(("raise", "assert")))
     return f"{what}: {reason(error)}{next(said, '')}"
-
-
-def template(name: str) -> str:
-    """The name of a tensor with `{l}` for the number of its layer."""
-    return re.sub(r"\.(\d+)\.", ".{l}.", name, count=1)
 
 
 class Call(NamedTuple):
@@ -174,7 +160,4 @@ def watch(cls: Any, config: Any, dtype: Any = torch.float64) -> tuple[Any, Tenso
 
 def same(a: Tensor, b: Tensor) -> bool:
     """True if both hold the same numbers, in any shape and order."""
-    if a.numel() != b.numel():
-        return False
-    a, b = (x.flatten().sort().values for x in (a, b))
-    return bool(torch.allclose(a, b, rtol=1e-9, atol=1e-11))
+    return torch.equal(a.flatten().sort().values, b.flatten().sort().values)

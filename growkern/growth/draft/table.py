@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from growkern.errors import GrowthError
 from growkern.families import is_met
 from growkern.growth.draft.probe import LAYERS, shapes, watch
-from growkern.growth.draft.sizes import Draft, Row
+from growkern.growth.draft.walk import Draft, Row
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 # fields that change neither a tensor nor a value of an output
@@ -40,10 +37,7 @@ def table_of(draft: Draft) -> dict[str, Any]:
     unset = [k for k, v in special.items() if v is None and not re.search(rf"\b{k}\b", sizes)]
     # any value but 0 where the draft had none
     refuse |= {field: {"differs": 0} for field in unset}
-    # other fields that have to equal the stream's
-    stream, widths = draft.sizes["stream"], draft.fields(draft.embedding, 1)
-    equal = [f for f in widths if f != stream and getattr(config, f) == draft.width]
-    refuse |= {field: {"differs": stream} for field in equal}
+    refuse |= {field: {"differs": draft.sizes["stream"]} for field in draft.equal}
     depth = _add_carrying(draft)
     _add_scale(draft)
     # experts name the kinds of layers
@@ -62,7 +56,7 @@ def table_of(draft: Draft) -> dict[str, Any]:
         "refuse": {field: {**value, "why": OTHER} for field, value in refuse.items()},
         "kinds": kinds,
         "spaces": draft.spaces,
-        "classes": _classes(draft, equal),
+        "classes": _classes(draft),
         "depth": depth,
         "tensors": {part: rows for part, rows in parts.items() if rows},
     }
@@ -93,12 +87,12 @@ def _add_carrying(draft: Draft) -> dict[str, Any]:
             row["axes"] = ["vocab", "read:final"]
     elif not any({"stream>final", "read:final"} & used for _, used in uses):
         draft.spaces.pop("final")
-    front = {*chain(*draft.behind.values())}
+    front = {name for names in draft.behind.values() for name in names}
     last = (n for n, used in uses if "{l}" in n and "write:stream" in used)
     zero = (name for name in last if not {name, name.rpartition(".")[0]} & front)
     inner = dict.fromkeys(own for own, row in rows if row.get("extra") == "zero")
     return {
-        "zero": [*dict.fromkeys(chain(draft.behind, zero))],
+        "zero": [*dict.fromkeys((*draft.behind, *zero))],
         **({"inner_norms": [*inner], "outer_norm": outer} if outer else {}),
     }
 
@@ -106,13 +100,12 @@ def _add_carrying(draft: Draft) -> dict[str, Any]:
 def _add_scale(draft: Draft) -> None:
     """The model's factor on its embeddings, if it is a root of the hidden size."""
 
-    def scaled(model: Any) -> Tensor:
-        module = model.get_input_embeddings()
-        return functional.embedding(draft.ids, module.weight) * draft.width**0.5
+    def scaled(model: Any) -> Any:
+        return model.get_input_embeddings().weight[draft.ids] * draft.width**0.5
 
     near = scaled(draft.model)
     values = [y for name, _, _, y in draft.calls if f"{name}.weight" == draft.embedding]
-    values = [v for v in (*values, draft.layers[0][0]) if v.shape == near.shape]
+    values = [v for v in (*values, draft.layers[0].x) if v.shape == near.shape]
     if "final" in draft.spaces and any(torch.allclose(v, near, rtol=5e-3) for v in values):
         # some models round it to their dtype; bfloat16 shows it
         model, _, calls = watch(draft.cls, draft.config, torch.bfloat16)
@@ -172,11 +165,10 @@ def _attention(draft: Draft) -> dict[str, Any]:
     return {**found, "turning": "rotary_dim"} if has_field else found
 
 
-def _classes(draft: Draft, equal: list[str]) -> dict[str, Any]:
+def _classes(draft: Draft) -> dict[str, Any]:
     """[classes]: the class with a head, and the body's if it has the same tensors."""
     prefix, heads = draft.prefix, ["lm"] if draft.lm else []
-    repeated = draft.repeats | dict.fromkeys(equal, "stream")
-    repeats = {"repeats": repeated} if repeated else {}
+    repeats = {"repeats": draft.repeats} if draft.repeats else {}
     own = {draft.cls.__name__: {"prefix": prefix, "body": ["trunk"], "heads": heads, **repeats}}
     body = type(getattr(draft.model, draft.cls.base_model_prefix, draft.model))
     try:
