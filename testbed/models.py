@@ -134,6 +134,7 @@ IMAGES = {
     "qwen3_vl_moe": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_5": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_5_moe": (4, (16, 96), {"image_grid_thw": GRID}),
+    "voxtral": (2, (1, 5, 8), {}),
 }
 
 
@@ -145,6 +146,8 @@ def image_inputs(model_type, rng):
     kinds = dict.fromkeys(["token_type_ids", "mm_token_type_ids"], (ids == IMAGE).int())
     kinds.pop("mm_token_type_ids" if model_type == "gemma3" else "token_type_ids")
     pixels = torch.randn(shape, generator=rng, dtype=torch.float64)
+    if model_type == "voxtral":
+        return {"input_ids": ids, "input_features": pixels}
     return {"input_ids": ids, "pixel_values": pixels, **inputs, **kinds}
 
 

@@ -428,6 +428,18 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ROTARY, **KINDS, "query_pre_attn_scalar": 6},
         {"attention_bias": True},
     ),
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {
+            "text_config": {**ROTARY, "model_type": "llama"},
+            "audio_config": {
+                **{k: v for k, v in TOWER.items() if k != "patch_size"},
+                **{"num_attention_heads": 2, "num_mel_bins": 5, "max_source_positions": 4},
+            },
+            "audio_token_id": IMAGE,
+        },
+        {"text_config": {**ROTARY, **BIASES, "model_type": "llama"}},
+    ),
     "vit": (
         "ViTForImageClassification",
         {**PATCHES, "intermediate_size": 20},
