@@ -46,7 +46,6 @@ TEXT_ALONE = "growkern.grow grows the text alone, of a loaded model: model.get_d
 # the keys of what sees images or hears sound
 SENSES = {"patch_size", "image_size", "num_mel_bins"}
 Tensors: TypeAlias = Mapping[str, tuple[int, ...]]
-NONE: Tensors = {}
 NUMBER = r"\.\d+\."
 # keys of the config of the text, where a config has several
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -57,29 +56,29 @@ def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") ->
 
     `place` is the directory with that config; "": the model is in memory.
     """
-    what, nearest = _described(model_type, data, place)
+    what, nearest = _described(model_type, data, place, {})
     raise GrowthError(
-        f"model_type {model_type!r} has no family table; {what}; "
-        f"{_way(model_type, data, place, nearest)}"
+        f"model_type {model_type!r} has no family table; {what}; {_way(model_type, place, nearest)}"
     )
 
 
 def what_leads_on(config: Any, tensors: Tensors) -> str:
     """What is in the way of a draft for a config, and what may help; `tensors` are its model's."""
-    data = config.to_dict()
-    what, nearest = _described(config.model_type, data, tensors=tensors)
+    what, nearest = _described(config.model_type, config.to_dict(), "", tensors)
     by_hand = (
         "extend its table by hand, and check yours with growkern family draft SRC --table "
         f"my.toml: {DOCS}/add_model.md"
     )
-    by_hand = by_hand if _is_known(config.model_type) else WIDEN
-    return f"{what}; {TEXT_ALONE if known_type(_text(data)) == nearest else by_hand}"
+    own = by_hand if _is_known(config.model_type) else WIDEN
+    return f"{what}; {own if nearest else TEXT_ALONE}"
 
 
 def _described(
-    model_type: str, config: Mapping[str, Any], place: str = "", tensors: Tensors = NONE
+    model_type: str, config: Mapping[str, Any], place: str, tensors: Tensors
 ) -> tuple[str, str]:
     """Clauses about a model, what is in its way and its nearest family; and that family.
+
+    The family is "" where a table covers the text alone.
 
     `tensors`, name -> shape, are those of the model itself: the first that is in the way is named.
     """
@@ -89,7 +88,7 @@ def _described(
         parts = (k for k in sorted(config) if k.endswith("_config") and k not in (*TEXT, *GENERAL))
         others = " and ".join(parts) or "parts"
         first = _first(tensors, lambda name: name not in _names_in_table(str(kind)))
-        return f"it has {others}{first} beside its text; nearest: {kind} (its text_config)", kind
+        return f"it has {others}{first} beside its text; nearest: {kind} (its text_config)", ""
     of_class = tensors or _names_in_class(model_type, config) or _names_in_class(str(kind), text)
     names = _short(of_class or _names_in_files(place))
     keys = _fields_of(model_type) | dict(text)
@@ -122,11 +121,11 @@ def _has(part: str, names: Iterable[str]) -> bool:
     return any(re.search(part, name) for name in names)
 
 
-def _way(model_type: str, data: Mapping[str, Any], place: str, nearest: str) -> str:
+def _way(model_type: str, place: str, nearest: str) -> str:
     """The command that may help."""
     import transformers
 
-    if known_type(_text(data)) == nearest:
+    if not nearest:
         return TEXT_ALONE
     if _is_known(model_type):
         own = "growkern.draft_family(model.config)"
