@@ -30,6 +30,8 @@ LLAMA3 = {
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+# published ones say it too
+GPT2 |= {"n_ctx": 64}
 BOTH = {
     "full_attention": {"rope_type": "default", "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
