@@ -138,6 +138,7 @@ class Family:
     depth: Depth = Depth()  # noqa: RUF009
     extends: str | None = None
     under: str | None = None
+    texts: tuple[str, ...] = ()
     activation: str | None = None
     softcap: str | None = None
     also: Mapping[str, str] = field(default_factory=dict)

@@ -61,6 +61,7 @@ class ModelSpec:
         model = cls(family.of_class(class_name), config, class_name)
         family = model.family
         try:
+            model.check_text()
             for refusal in family.refuse:
                 refusal.check(model.fields)
         except GrowthError as error:
@@ -71,6 +72,15 @@ class ModelSpec:
         model.check_groups()
         model.check_transposed()
         return model
+
+    def check_text(self) -> None:
+        """Refuse a text model within the model that its table does not cover."""
+        kind, texts = getattr(self.text, "model_type", ""), self.family.texts
+        if texts and kind not in texts:
+            raise GrowthError(
+                f"{self.family.under}.model_type={kind!r}: the table of "
+                f"{self.family.model_type!r} covers a text of {' or '.join(texts)}"
+            )
 
     def with_own_heads(self, named: Iterable[str]) -> ModelSpec:
         """The same model, in which heads of these names are not tied, if its table allows that."""

@@ -218,3 +218,17 @@ def test_a_flag_may_hold_where_a_config_has_none():
     assert [holds("?flag", config) for config in flags] == [True, False, True]
     assert [holds("flag", config) for config in flags] == [False, False, True]
     assert [holds("!flag", config) for config in flags] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", [n for n in supported_families() if load_family(n).texts])
+def test_a_text_of_another_model_is_refused(name):
+    family = load_family(name)
+    for kind in ("opt", *family.texts):
+        config = SimpleNamespace(model_type=kind)
+        whole = SimpleNamespace(model_type=name, **{family.under: config})
+        model = ModelSpec(family, whole, [*family.classes][-1])
+        if kind == "opt":
+            with pytest.raises(GrowthError, match="covers a text of"):
+                model.check_text()
+        else:
+            model.check_text()
