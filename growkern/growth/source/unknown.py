@@ -130,7 +130,7 @@ def _way(model_type: str, place: str, nearest: str) -> str:
     if _is_known(model_type):
         own = "growkern.draft_family(model.config)"
         command = f"growkern family draft {shlex.quote(place)}" if place else own
-        return f"{command} writes a table of your own and checks it: {DOCS}/add_model.md"
+        return f"{command} tries to write a table and checks it: {DOCS}/add_model.md"
     return (
         f"transformers {transformers.__version__} has no such class: if it computes as {nearest} "
         "does, put that model_type into config.json and run growkern plan "
