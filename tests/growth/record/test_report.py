@@ -41,6 +41,13 @@ def test_a_change_that_was_asked_for_differs_as_planned_and_another_fails():
     assert forced.failure.startswith(f"{words} asked for: MLM head (")
 
 
+@pytest.mark.parametrize("how", [{"num_hidden_layers": 4}, {"intermediate_size": 20}])
+def test_an_ffn_that_a_flag_narrows_is_what_the_record_says(how):
+    class_name, sizes, _ = RELATIVES["lfm2"]
+    report, _ = verified(class_name, sizes | {"intermediate_size": 14}, **how)
+    assert report.ok and report.level == "exact"
+
+
 def test_an_approximate_growth_is_never_called_the_same_function():
     """Also where rounding alone would explain an error of this size."""
     report, text = verified("BertModel", BERT, hidden_size=20, carry=0.02)
