@@ -161,7 +161,7 @@ def test_the_formats_of_records_are_those_of_the_code():
         f"`{CHECKSUMS_FILE}`": manifest.FORMAT,
         "teacher cache": store.FORMAT,
         "`stream_N.json` of a checkpoint": stream.FORMAT,
-        "`log_line.json` of a checkpoint": meter.FORMAT,
+        "`log_line_N.json` of a checkpoint": meter.FORMAT,
         "cache of token ids": cache.VERSION,
     }.items():
         assert f"| {name} | {number} |" in page

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from growkern.arguments import Limit, between, check_fields, check_kind
 from growkern.errors import GrowthError, a_kind, reason
-from growkern.families import Family, ModelSpec, value_of
+from growkern.families import Family, ModelSpec, growable_fields, value_of
 from growkern.files import check_format, read_json, text_of
 from growkern.growth import history
 from growkern.growth.history import (
@@ -406,7 +406,11 @@ def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     """Make the plan of a lineage again, for this source."""
     before = lineage.dense_config
     try:
+        keys = growable_fields(source.spec.family)
         for name, (size, _) in lineage.sizes.items():
+            if before is None and name in keys and source.spec.size(keys[name]) == size:
+                # also where a flag narrows what the field says
+                continue
             own = size if before is None else getattr(before, name, None)
             has = value_of(source.spec.text, name, None)
             # a field may have the size once for each layer

@@ -49,8 +49,8 @@ PEAKS = {
 }
 
 
-# of a checkpoint: the numbers of the log line that it interrupts, of each process
-FILE, FORMAT, MOST_BYTES = "log_line.json", 1, 64_000_000
+# of a checkpoint: the numbers of the log line that it interrupts, of one process
+FILE, FORMAT, MOST_BYTES = "log_line_{}.json", 1, 64_000_000
 # a tensor of one process -> of all
 Across = Callable[[Tensor], Tensor]
 
@@ -68,37 +68,41 @@ class Meter:
 
     def reset(self) -> None:
         """Begin a log line."""
-        # the last: seconds, the tokens that were trained on, and steps
-        self._line: list[defaultdict[str, Any]] = [defaultdict(float) for _ in range(3)]
-        self._sums, self._weights, self._times = self._line
+        self._sums: defaultdict[str, Any] = defaultdict(float)
+        self._weights: defaultdict[str, Any] = defaultdict(float)
+        # seconds, the tokens that were trained on, and steps
+        self._times: defaultdict[str, float] = defaultdict(float)
         self._labelled: Tensor | bool = True  # this step
         self._since = time.perf_counter()
         self.experts.reset()
 
-    def save(self, directory: Path, gather: Callable[[Any], list[Any]], *, is_first: bool) -> None:
-        """Write the numbers of the line so far; `gather` gives the objects of all processes."""
-        mine = {"line": self._line, "experts": [counts_E for _, counts_E in self.experts.layers]}
-        mine |= {"flops": self.flops, "skipped": self.skipped}
-        found = gather(pytree.tree_map_only(Tensor, Tensor.tolist, mine))
-        record = {"format": FORMAT, "growkern": version(), "processes": found}
-        if is_first:
-            (directory / FILE).write_text(json.dumps(record), encoding="utf-8")
+    def save(self, directory: Path, process: int) -> None:
+        """Write this process's numbers of the line so far, but for clocks: files stay the same."""
+        mine = {"sums": self._sums, "weights": self._weights, "steps": self._times["steps"]}
+        mine |= {"experts": [n_E for _, n_E in self.experts.layers], "skipped": self.skipped}
+        mine = pytree.tree_map_only(Tensor, Tensor.tolist, mine)
+        record = {"format": FORMAT, "growkern": version(), **mine}
+        file = directory / FILE.format(process)
+        file.write_text(json.dumps(record), encoding="utf-8")
 
     def load(self, directory: Path, process: int, processes: int) -> None:
         """Continue the line of a checkpoint; other processes than it had take the mean of all."""
-        if not (file := directory / FILE).is_file():
+        files = sorted(directory.glob(FILE.format("*")))
+        if not files:
             return
-        record = read_json(file, MOST_BYTES, "log line")
-        check_format(file, record, FORMAT, ())
-        found = record["processes"]
-        mean = partial(pytree.tree_map, lambda *x: sum(x) / len(x))
-        mine = found[process] if len(found) == processes else mean(*found)
+        if len(files) == processes:
+            files = [directory / FILE.format(process)]
+        found = [read_json(file, MOST_BYTES, "log line") for file in files]
+        for file, record in zip(files, found, strict=True):
+            check_format(file, record, FORMAT, ())
+        names = ("sums", "weights", "steps", "experts", "skipped")
+        records = [{name: record[name] for name in names} for record in found]
+        mine = pytree.tree_map(lambda *x: sum(x) / len(x), *records)
         self.skipped = int(mine["skipped"])
-        if not mine["line"][2].get("steps"):
+        if not mine["steps"]:
             # a line ended there. A model that has grown may have other experts
             return
-        self.flops = mine["flops"]
-        for table, saved in zip(self._line, mine["line"], strict=True):
+        for table, saved in ((self._sums, mine["sums"]), (self._weights, mine["weights"])):
             for name, x in saved.items():
                 table[name] += x
         for (_, counts_E), tokens in zip(self.experts.layers, mine["experts"], strict=False):

@@ -437,7 +437,7 @@ class TwoStageTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Trainer's, which makes the directory in each process; a stream's place, and the log's."""
         super()._save_rng_state(output_dir)
-        self.meter.save(Path(output_dir), self.saver.gather, is_first=self.args.should_save)
+        self.meter.save(Path(output_dir), self.args.process_index)
         if self.batches.stream is not None:
             self.batches.stream.save(Path(output_dir))
 

@@ -20,7 +20,7 @@ GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 # the config class does not declare it, but all runtimes that know the family read it
 READ = {
     *("apertus", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4_moe", "granite", "nanochat"),
-    *("qwen3_moe", "smollm3"),
+    *("dots1", "qwen3_moe", "smollm3"),
 }
 EVERY_3 = ["sliding_attention"] * 2 + ["full_attention"]
 
