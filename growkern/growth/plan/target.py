@@ -358,6 +358,8 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     # the whole family: sizes of stacks that this class lacks may differ, too
     may_differ = {*growable_fields(family.whole), *followed_fields(family)}
     may_differ |= {*family.unread, *(key.field for key in family.older)}
+    # the flags of sizes that say less than their fields
+    may_differ |= {name for size in family.config.values() for name in size.narrowed[:1]}
     repeats = family.classes[small.class_name].repeats
     may_differ |= {str(family.under), *(x.removeprefix(f"{family.under}.") for x in repeats)}
     old, new = (_flat(config.to_dict(), family.under) for config in (source, target))
