@@ -70,7 +70,6 @@ class Saver:
     def __init__(self, args: TrainingArguments, accelerator: Any, stops: Stops) -> None:
         self._args, self._stops = args, stops
         self._processes = Processes.of_accelerator(accelerator)
-        self.gather = self._processes.gather
         self.hint = RESUME_HINT
         self.saved_at = time.monotonic()
         self._pending: tuple[Path, Future[str | None]] | None = None
